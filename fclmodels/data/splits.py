@@ -1,0 +1,142 @@
+"""The splits as the federation reads them: who sees which samples, in which task.
+
+The Parquet manifest is the single source of truth; images stay memory-mapped in the prepared folder.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from fclmodels.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    index: int
+    name: str
+    classes: tuple[int, ...]
+    permutation: int | None
+    classes_by_client: dict[int, tuple[int, ...]] | None
+
+    def classes_of(self, client: int | None) -> tuple[int, ...]:
+        """The classes that this task has for a client: everyone's, but in a limitless pool."""
+        if self.classes_by_client is None or client is None:
+            return self.classes
+        return self.classes_by_client[client]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of the manifest: samples are rows of the images, labels are the stream's, tasks 0-based."""
+
+    samples: np.ndarray
+    labels: np.ndarray
+    tasks: np.ndarray
+    clients: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, places: np.ndarray) -> "Rows":
+        return Rows(self.samples[places], self.labels[places], self.tasks[places], self.clients[places])
+
+    @staticmethod
+    def concatenate(parts: Sequence["Rows"]) -> "Rows":
+        columns = ("samples", "labels", "tasks", "clients")
+        return Rows(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+
+
+class Splits:
+    """An opened splits folder."""
+
+    def __init__(self, folder: Path, facts: dict, manifest: pl.DataFrame, images: Tensor) -> None:
+        self.folder = folder
+        self.images = images
+        self.classes: tuple[str, ...] = tuple(facts["classes"])
+        self.clients: int = facts["clients"]
+        self.shape: tuple[int, int, int] = tuple(facts["shape"])
+        self.mean: tuple[float, ...] = tuple(facts["mean"])
+        self.std: tuple[float, ...] = tuple(facts["std"])
+        self.head: str = facts["head"]
+        self.kind: str = facts["kind"]
+        self.digest: str = facts["digest"]
+        self.prepared_digest: str = facts["prepared_digest"]
+        self.tasks = tuple(_task(i, task) for i, task in enumerate(facts["tasks"]))
+        self._order = manifest.sort("task", "split", "client", "sample")
+        self._groups = self._first_and_last_row_of_each_group()
+
+    @classmethod
+    def open(cls, folder: Path) -> "Splits":
+        folder = Path(folder)
+        try:
+            facts = json.loads((folder / "stream.json").read_text())
+            manifest = pl.read_parquet(folder / "manifest.parquet")
+        except FileNotFoundError as problem:
+            raise UserError(f"{problem.filename} is missing. Make the splits first: fcl prepare && fcl partition.") from problem
+        except (ValueError, pl.exceptions.PolarsError) as problem:
+            raise UserError(f"{folder} cannot be read ({problem}). Make it again: fcl partition.") from problem
+        if facts.get("format") != FORMAT:
+            raise UserError(f"{folder} has format {facts.get('format')}, this version reads {FORMAT}. Make it again: fcl partition.")
+        return cls(folder, facts, manifest, _images(folder, facts))
+
+    def rows(self, task: int, split: str, client: int | None = None) -> Rows:
+        """Rows of one task and split: of one client, or of all of them."""
+        groups = self._groups.get((task, split), {})
+        if client is None:
+            spans = list(groups.values())
+        else:
+            spans = [groups[client]] if client in groups else []
+        span = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+        return Rows(*(column[slice(*span)] for column in self._columns))
+
+    def clients_with(self, task: int, split: str = "train") -> tuple[int, ...]:
+        """The clients that have rows of this task."""
+        return tuple(client for client in self._groups.get((task, split), {}) if client >= 0)
+
+    @functools.cached_property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        table = self._order
+        return tuple(table[name].cast(pl.Int64).to_numpy(writable=True) for name in ("sample", "label", "task", "client"))
+
+    def _first_and_last_row_of_each_group(self) -> dict[tuple[int, str], dict[int, tuple[int, int]]]:
+        sizes = self._order.group_by("task", "split", "client", maintain_order=True).len()
+        groups: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
+        start = 0
+        for task, split, client, size in sizes.iter_rows():
+            groups.setdefault((task, split), {})[client] = (start, start + size)
+            start += size
+        return groups
+
+
+def _task(index: int, facts: dict) -> Task:
+    by_client = facts.get("classes_by_client")
+    return Task(
+        index,
+        facts["name"],
+        tuple(facts["classes"]),
+        facts["permutation"],
+        None if by_client is None else {int(client): tuple(classes) for client, classes in by_client.items()},
+    )
+
+
+def _images(folder: Path, facts: dict) -> Tensor:
+    """The prepared images, memory-mapped: a sample is read from disk when a batch holds it."""
+    prepared = Path(facts["prepared"])
+    path = (prepared if prepared.is_absolute() else folder / prepared) / "images.npy"
+    try:
+        meta = json.loads((path.parent / "meta.json").read_text())
+        images = np.load(path, mmap_mode="c")
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}). Make it again: fcl prepare.") from problem
+    if meta["digest"] != facts["prepared_digest"]:
+        raise UserError(f"{folder} was split from other data than {path.parent} holds. Make it again: fcl partition.")
+    return torch.from_numpy(images)

@@ -1,0 +1,239 @@
+"""One method, one seed, all tasks in turn: the steps of an experiment, each named by what its result depends on.
+
+begin -> evaluate(0) -> for each task: learn -> conclude -> evaluate. A step that the store holds is not done again;
+a task whose training was interrupted goes on from its last checkpoint. Prefect chains the same steps (flows/).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fclmodels import params as reading
+from fclmodels import plugins, run_folder
+from fclmodels.data.splits import Splits
+from fclmodels.federation import evaluation, rounds
+from fclmodels.federation.checkpoints import Checkpoints
+from fclmodels.federation.choice import choose
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.executor import EVALUATE, Executor, Serial, torch_threads
+from fclmodels.federation.ledger import Ledger, ledger_table
+from fclmodels.federation.processes import Processes
+from fclmodels.federation.run import Run
+from fclmodels.federation.server import Server
+from fclmodels.fingerprint import source_closure
+from fclmodels.listener import Listener
+from fclmodels.metrics import summary
+from fclmodels.settings import Params
+from fclmodels.state import Tree, write_json
+from fclmodels.store import Store
+
+Stage = Literal["begin", "learn", "conclude", "evaluate"]
+Outcome = dict[str, Any]
+# Server mathematics has one fixed number of threads, whatever the clients have.
+SERVER_THREADS = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step; `key` is a digest of all that its outcome depends on."""
+
+    experiment: "Experiment"
+    stage: Stage
+    state: str | None
+    task: int
+    key: str
+
+    def done(self) -> Outcome | None:
+        """The outcome where the store holds it and every object it names."""
+        return self.experiment.store.recall(self.key)
+
+    def run(self) -> Outcome:
+        """Do it, record the outcome, and drop the checkpoints that led to it."""
+        with torch_threads(SERVER_THREADS):
+            objects, seconds = getattr(self.experiment, f"_{self.stage}")(self)
+        outcome = {"stage": self.stage, "task": self.task, "objects": objects, "seconds": seconds}
+        self.experiment.store.record(self.key, outcome)
+        shutil.rmtree(self.experiment.checkpoint_folder(self), ignore_errors=True)
+        return outcome
+
+
+class Experiment:
+    def __init__(
+        self, params: Params, method: str, seed: int, splits: Splits, home: Path = Path(".fcl"), listener: Listener | None = None
+    ) -> None:
+        kind = plugins.find("method", method)
+        self.params = params
+        self.seed = seed
+        self.splits = splits
+        self.home = Path(home)
+        self.listener = listener or Listener()
+        self.store = Store(self.home / "store")
+        self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed))
+        self.label = f"{method}-{seed}"
+        self.tasks = len(splits.tasks)
+        self._identity = self._what_all_steps_depend_on()
+        self.choice = choose(self.method, self.home / "choices", digest_of(self._identity))
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> "Experiment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.close()
+        self._workers_params.unlink(missing_ok=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The effective settings, with what `auto` became."""
+        settings = reading.effective(self.params, type(self.method).name)
+        chosen = {"executor": self.choice.executor, "workers": self.choice.workers, "threads": self.choice.threads}
+        settings["federation"] = {**settings["federation"], **chosen}
+        settings["device"] = str(self.method.run.device)
+        return settings
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """Every step that is not done yet, in turn, then the run folder; returns what result.json says."""
+        outcomes = []
+
+        def outcome_of(stage: Stage, state: str | None, task: int) -> Outcome:
+            step = self.step(stage, state, task)
+            outcomes.append(step.done() or step.run())
+            return outcomes[-1]
+
+        state = outcome_of("begin", None, 0)["objects"]["state"]
+        outcome_of("evaluate", state, 0)
+        for task in range(self.tasks):
+            state = outcome_of("learn", state, task)["objects"]["state"]
+            state = outcome_of("conclude", state, task)["objects"]["state"]
+            outcome_of("evaluate", state, task + 1)
+        return self.publish(folder, outcomes)
+
+    def step(self, stage: Stage, state: str | None, task: int) -> Step:
+        """A step from a state (None before `begin`); for `evaluate`, `task` is the number of tasks learned."""
+        depends_on = {**self._identity, "threads": self.choice.threads, "stage": stage, "state": state, "task": task}
+        if stage == "learn":
+            depends_on["rounds"] = self.method.run.rounds(task)
+        if stage == "evaluate":
+            depends_on["evaluation"] = self.params.evaluation.model_dump(mode="json")
+            depends_on["code"] = [depends_on["code"], source_closure(evaluation.__name__)]
+        return Step(self, stage, state, task, digest_of(depends_on))
+
+    def publish(self, folder: Path, outcomes: list[Outcome]) -> dict[str, Any]:
+        """Write the run folder from what the steps left in the store; returns what result.json says."""
+        return run_folder.publish(self, Path(folder), outcomes)
+
+    def checkpoint_folder(self, step: Step) -> Path:
+        return self.home / "checkpoints" / step.key
+
+    # The four stages. Each takes a step and returns the objects that it put into the store, and its seconds.
+
+    def _begin(self, step: Step) -> tuple[dict[str, str], float]:
+        started = time.perf_counter()
+        return self._keep(self.method.setup(), {}), time.perf_counter() - started
+
+    def _learn(self, step: Step) -> tuple[dict[str, str], float]:
+        server, memories = self._state(step)
+        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        try:
+            position = rounds.learn(self.method, server, memories, step.task, self.executor, checkpoints, self.listener)
+            objects = self._keep(position.server, position.memories)
+            table = rounds.rounds_table(checkpoints.rounds)
+            objects["rounds"] = self.store.put_table(table)
+            objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
+            return objects, float(table["seconds"].sum())
+        finally:
+            checkpoints.close()
+
+    def _conclude(self, step: Step) -> tuple[dict[str, str], float]:
+        started = time.perf_counter()
+        server, memories = self._state(step)
+        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        try:
+            clients = self.method.participants(step.task)
+            cohort = Cohort(self.executor, step.task, clients, memories, Ledger(checkpoints.ledger), checkpoints)
+            server = self.method.finish_task(server, cohort)
+            objects = self._keep(server, cohort.memories)
+            objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
+            objects["knowledge"] = self.store.put(server.knowledge)
+            return objects, time.perf_counter() - started
+        finally:
+            checkpoints.close()
+
+    def _evaluate(self, step: Step) -> tuple[dict[str, str], float]:
+        started = time.perf_counter()
+        server, memories = self._state(step)
+        if self.method.personal and step.task > 0:
+            table = self._evaluated_by_clients(step, server, memories)
+        else:
+            table = evaluation.evaluate(self.method, server)
+        self.listener.evaluated(step.task, summary(table))
+        return {"accuracy": self.store.put_table(table)}, time.perf_counter() - started
+
+    def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> Any:
+        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        try:
+            everyone = tuple(range(self.splits.clients))
+            cohort = Cohort(self.executor, server.task, everyone, memories, Ledger(checkpoints.ledger), checkpoints)
+            replies = cohort.ask(EVALUATE, self.method.payload(server))
+            return evaluation.gather({client: tensors["table"] for client, tensors in replies.each("accuracy")})
+        finally:
+            checkpoints.close()
+
+    @property
+    def executor(self) -> Executor:
+        """Started when it is first needed: an experiment whose steps are all done starts none."""
+        if self._executor is None:
+            if self.choice.executor == "serial":
+                self._executor = Serial(self.method, self.choice.threads)
+            else:
+                write_json(self._workers_params, reading.effective(self.params, type(self.method).name))
+                self._executor = Processes(self.method, self._workers_params, self.choice.workers, self.choice.threads)
+        return self._executor
+
+    @property
+    def _workers_params(self) -> Path:
+        return self.home / "workers" / f"{os.getpid()}-{self.label}.json"
+
+    def _keep(self, server: Server, memories: dict[int, Path]) -> dict[str, str]:
+        """Put a state into the store: the server's tree, and every client's memory as an object of its own."""
+        kept = {str(client): self.store.adopt(file) for client, file in sorted(memories.items())}
+        state = self.store.put({"server": server.to_tree(), "memories": kept})
+        return {"state": state, **{f"memory-{client}": digest for client, digest in kept.items()}}
+
+    def _state(self, step: Step) -> tuple[Server, dict[int, Path]]:
+        assert step.state is not None
+        tree = self.store.get(step.state)
+        memories = {int(client): self.store.path(digest) for client, digest in tree["memories"].items()}
+        return Server.from_tree(tree["server"]), memories
+
+    def _what_all_steps_depend_on(self) -> Tree:
+        """Settings (without those that change no result), seed, splits, kind of device, code."""
+        settings = reading.effective(self.params, type(self.method).name)
+        for block in ("data", "stream", "partition", "evaluation", "device"):
+            del settings[block]
+        for free in ("rounds", "executor", "workers", "threads", "checkpoint_every"):
+            del settings["federation"][free]
+        backbone = plugins.find("backbone", self.params.model.backbone)
+        weights = self.params.model.weights
+        return {
+            "method": type(self.method).name,
+            "settings": settings,
+            "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights else None,
+            "seed": self.seed,
+            "splits": self.splits.digest,
+            "device": self.method.run.device.type,
+            "torch": torch.__version__,
+            "code": source_closure(type(self.method).__module__, backbone.__module__, rounds.__name__),
+        }
+
+
+def digest_of(content: Tree) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,88 @@
+"""Which executor and how many threads: as set, or decided by a short measurement that is kept.
+
+The number of threads enters every cache key, so a choice once made for some settings on this machine stands.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fclmodels import state
+from fclmodels.federation.client import Client
+from fclmodels.federation.executor import torch_threads
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+MEASURED_BATCHES = 4
+# Rough costs, in seconds and as a factor, of what the measurement does not see.
+WORKER_START = 3.0
+CONTENTION = 1.1
+
+
+@dataclass(frozen=True)
+class Choice:
+    executor: str
+    workers: int
+    threads: int
+
+
+def choose(method: "Method", folder: Path, key: str) -> Choice:
+    """The settings where they decide, else the choice that was kept under this key, else a new measurement."""
+    federation = method.run.params.federation
+    workers = federation.workers or len(os.sched_getaffinity(0))
+    if federation.executor != "auto" and federation.threads != "auto":
+        return Choice(federation.executor, workers, federation.threads)
+    path = folder / f"{key}.json"
+    if path.exists():
+        return Choice(**json.loads(path.read_text()))
+    choice = min(candidates(method, workers), key=lambda candidate: predicted_seconds(method, candidate))
+    state.write_json(path, asdict(choice))
+    return choice
+
+
+def candidates(method: "Method", workers: int) -> list[Choice]:
+    """Executors and threads that the settings leave open; on a GPU clients run one after another."""
+    federation = method.run.params.federation
+    cores = len(os.sched_getaffinity(0))
+    threads = {"serial": [1, cores], "processes": [1]} if federation.threads == "auto" else None
+    kinds = ["serial", "processes"] if federation.executor == "auto" else [federation.executor]
+    if method.run.device.type != "cpu" and federation.executor == "auto":
+        kinds = ["serial"]
+    return [Choice(kind, workers, t) for kind in kinds for t in (threads[kind] if threads else [federation.threads])]
+
+
+def predicted_seconds(method: "Method", choice: Choice) -> float:
+    """Of a whole run with this choice, from the time of a few batches of the first task."""
+    run = method.run
+    federation = run.params.federation
+    clients = method.participants(0)
+    sizes = sorted((len(method.rows(0, client)) for client in clients), reverse=True)
+    share = min(1.0, (federation.clients_per_round or len(clients)) / len(clients))
+    batches = [-(-size // federation.batch_size) * federation.local_epochs for size in sizes]
+    a_batch = seconds_a_batch(method, clients[0], choice.threads)
+    rounds = sum(run.rounds(task) for task in range(len(run.splits.tasks)))
+    if choice.executor == "serial":
+        return rounds * share * sum(batches) * a_batch
+    busiest = max(max(batches), share * sum(batches) / min(choice.workers, len(clients)))
+    return WORKER_START + rounds * busiest * a_batch * CONTENTION
+
+
+def seconds_a_batch(method: "Method", index: int, threads: int) -> float:
+    """The second of two short trainings of one client; the first warms up."""
+    run = method.run
+    federation = run.params.federation.model_copy(update={"local_epochs": 1})
+    short = replace(run, params=run.params.model_copy(update={"federation": federation}))
+    rows = method.rows(0, index)
+    rows = rows.take(np.arange(min(len(rows), MEASURED_BATCHES * federation.batch_size)))
+    payload = method.payload(method.start_task(method.setup(), 0))
+    with torch_threads(threads):
+        for _ in range(2):
+            started = time.perf_counter()
+            method.train(Client(index, 0, 0, short, rows, {}), payload)
+    return (time.perf_counter() - started) / -(-len(rows) // federation.batch_size)

@@ -1,0 +1,98 @@
+"""Where clients run. This one runs them here, one after another; `processes.py` has the other."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from fclmodels import state
+from fclmodels.federation.client import Client
+from fclmodels.federation.evaluation import evaluate_on_client
+from fclmodels.federation.messages import Payload, Reply
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+TRAIN = "train"
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One exchange: train for a round, or a question of finish_task; the payload is the same for all clients.
+
+    What clients remember is written to files in the folder `scratch`, which must outlive an interruption.
+    """
+
+    question: str
+    task: int
+    round: int
+    payload: Payload
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`memory` is the file of what the client remembers from now on, or None where that is nothing."""
+
+    client: int
+    reply: Reply
+    memory: Path | None
+    seconds: float
+
+
+class Executor(Protocol):
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        """Answers as they come, in any order; an answer's tensors are valid until the next one is taken."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Serial:
+    def __init__(self, method: "Method", threads: int) -> None:
+        self.method = method
+        self.threads = threads
+
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        for client in clients:
+            with torch_threads(self.threads):
+                answer = perform(self.method, job, client, memories.get(client))
+            yield answer
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def perform(method: "Method", job: Job, index: int, memory_file: Path | None) -> Answer:
+    """One client's part of a job, in this process: the same code wherever it runs."""
+    started = time.perf_counter()
+    memory = state.load(memory_file) if memory_file else {}
+    rows = method.rows(job.task, index)
+    client = Client(index, job.task, job.round, method.run, rows, memory)
+    if job.question == TRAIN:
+        reply, remembered = method.train(client, job.payload)
+    elif job.question == EVALUATE:
+        reply, remembered = evaluate_on_client(method, client, job.payload), memory
+    else:
+        reply, remembered = method.answer(client, job.question, job.payload)
+    if remembered is not memory:
+        memory_file = None
+        if remembered:
+            memory_file = job.scratch / f"{index}-{job.task}-{job.round}-{job.question}.safetensors"
+            state.save(remembered, memory_file)
+    return Answer(index, reply, memory_file, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

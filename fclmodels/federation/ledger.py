@@ -1,0 +1,54 @@
+"""Counts the real bytes of every part, both ways, and what each client keeps."""
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from fclmodels.federation.executor import Answer, Job
+from fclmodels.federation.log import Log
+
+SCHEMA = {
+    "task": pl.Int16,
+    "round": pl.Int32,
+    "client": pl.Int32,
+    "direction": pl.String,
+    "part": pl.String,
+    "kind": pl.String,
+    "least": pl.String,
+    "bytes": pl.Int64,
+}
+
+
+class Ledger:
+    """Rows go to an append-only log; those of one exchange are added up for the round's own row.
+
+    round -1, -2, ... are the exchanges at the end of a task.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.bytes_up = 0
+        self.bytes_down = 0
+
+    def sent(self, job: Job, clients: Sequence[int]) -> None:
+        """The payload that each of the clients downloads."""
+        for name, part in job.payload.items():
+            self.bytes_down += part.bytes * len(clients)
+            self._write(job, list(clients), "down", name, part.kind, "-", part.bytes)
+
+    def received(self, job: Job, answer: Answer) -> None:
+        """One client's reply, and the memory that it keeps."""
+        for name, part in answer.reply.parts.items():
+            self.bytes_up += part.bytes
+            self._write(job, [answer.client], "up", name, part.kind, part.least, part.bytes)
+        if answer.memory is not None:
+            self._write(job, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size)
+
+    def _write(self, job: Job, clients: list[int], direction: str, part: str, kind: str, least: str, size: int) -> None:
+        self.log.append(dict(zip(SCHEMA, (job.task, job.round, clients, direction, part, kind, least, size), strict=True)))
+
+
+def ledger_table(log: Log) -> pl.DataFrame:
+    """One row for each (exchange, client, direction, part), in an order that does not depend on who answered first."""
+    table = pl.DataFrame(log.rows(), schema={**SCHEMA, "client": pl.List(pl.Int32)})
+    return table.explode("client").sort("task", "round", "client", "direction", "part", maintain_order=True)

@@ -1,0 +1,81 @@
+"""The one local training loop. A method bends it with three hooks instead of copying it.
+
+- `loss(training, batch)`: the loss of a batch; the default is cross entropy.
+- `gradient(training)`: after the backward pass; may change the gradients in place.
+- `step(training, steps)`: the optimiser's whole proposed step {name: tensor}, so momentum, Adam and weight decay
+  are in it; returns the step that is taken. It costs a copy of the model, so it is None where a method does not bend it.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fclmodels.backbones.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.randomness import ambient
+from fclmodels.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+
+class LocalTraining:
+    """One client's training in one round, from the weights `start` on; hooks see it whole."""
+
+    def __init__(self, method: "Method", client: Client, network: Network, start: dict[str, Tensor]) -> None:
+        self.method = method
+        self.client = client
+        self.network = network
+        self.start = start
+        self.parameters = method.trainable(network, client.task)
+
+    def run(self) -> float:
+        """Train all local epochs; the mean loss over samples. The network holds the result."""
+        client = self.client
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(name in self.parameters)
+        optimiser = make_optimiser(client.run.params.optimizer, list(self.parameters.values()))
+        total, samples = torch.zeros((), device=client.run.device), 0
+        with ambient(client.run.seed, "dropout", client.task, client.round, client.index, device=client.run.device):
+            for epoch in client.epochs():
+                for batch in epoch:
+                    total += self._train_on(batch, optimiser) * len(batch.labels)
+                    samples += len(batch.labels)
+        return float(total) / max(samples, 1)
+
+    def _train_on(self, batch: Batch, optimiser: torch.optim.Optimizer) -> Tensor:
+        optimiser.zero_grad()
+        loss = self.method.loss(self, batch)
+        loss.backward()
+        self.method.gradient(self)
+        if self.method.step is None:
+            optimiser.step()
+        else:
+            before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+            optimiser.step()
+            self._take(before, self.method.step(self, self._since(before)))
+        return loss.detach()
+
+    def update(self) -> dict[str, Tensor]:
+        """How far training has moved each trainable parameter."""
+        return self._since(self.start)
+
+    @torch.no_grad()
+    def _since(self, origin: dict[str, Tensor]) -> dict[str, Tensor]:
+        moved = torch._foreach_sub(list(self.parameters.values()), [origin[name] for name in self.parameters])
+        return dict(zip(self.parameters, moved, strict=True))
+
+    @torch.no_grad()
+    def _take(self, before: dict[str, Tensor], steps: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(before[name] + steps[name])
+
+
+def make_optimiser(settings: OptimizerSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    common = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    if settings.kind == "sgd":
+        return torch.optim.SGD(parameters, momentum=settings.momentum, **common)
+    kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
+    return kind(parameters, **common)

@@ -1,0 +1,28 @@
+"""An append-only log of JSON lines. A checkpoint notes its length; going on from there cuts off what came later."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    def __init__(self, path: Path, length: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab")
+        self._file.truncate(length)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row).encode() + b"\n")
+
+    def flush(self) -> int:
+        """Bring all rows to the file; its length in bytes."""
+        self._file.flush()
+        return self._file.tell()
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.flush()
+        return [json.loads(line) for line in self.path.read_bytes().splitlines()]
+
+    def close(self) -> None:
+        self._file.close()

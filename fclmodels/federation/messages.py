@@ -1,0 +1,116 @@
+"""What travels between the server and its clients: parts made of named tensors.
+
+Between processes a message is JSON plus raw tensor bytes in shared memory; nothing is pickled.
+"""
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fclmodels.state import Tree, flatten, unflatten
+
+Kind = Literal["weights", "update", "sketch", "basis", "prototype", "reference", "count"]
+Least = Literal["sum", "each"]
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """Named tensors of one kind, and the least that the method's server needs of them over clients."""
+
+    kind: Kind
+    tensors: dict[str, Tensor]
+    least: Least = "sum"
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+Payload = dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer. `loss` and `samples` are for the log only: no method reads them."""
+
+    parts: dict[str, Part]
+    loss: float = 0.0
+    samples: int = 0
+    base_round: int = 0
+
+
+def parts_to_tree(parts: dict[str, Part]) -> Tree:
+    return {name: {"kind": part.kind, "least": part.least, "tensors": part.tensors} for name, part in parts.items()}
+
+
+def parts_from_tree(tree: Tree) -> dict[str, Part]:
+    return {name: Part(part["kind"], part["tensors"], part["least"]) for name, part in tree.items()}
+
+
+class SharedBuffer:
+    """Memory that processes share through a file descriptor: it has no name, so nothing is left behind."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = _anonymous_file() if descriptor is None else descriptor
+        self._map: mmap.mmap | None = None
+
+    def write(self, tree: Tree) -> int:
+        """Copy a tree in; returns its size, which the reader must be told."""
+        skeleton, tensors = flatten(tree)
+        layout, end = _layout(tensors.values())
+        header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
+        memory = self._mapped(end + len(header) + 8)
+        for tensor, place in zip(tensors.values(), layout, strict=True):
+            _view(memory, place).copy_(tensor)
+        size = end + len(header) + 8
+        memory[end : end + len(header)] = header
+        memory[end + len(header) : size] = len(header).to_bytes(8, "little")
+        return size
+
+    def read(self, size: int) -> Tree:
+        """The tree of that size; its tensors are views that the next write changes."""
+        memory = self._mapped(size)
+        length = int.from_bytes(memory[size - 8 : size], "little")
+        skeleton, layout = json.loads(memory[size - 8 - length : size - 8])
+        return unflatten(skeleton, lambda name: _view(memory, layout[name]))
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        if self._map is None or len(self._map) < size:
+            if os.fstat(self.descriptor).st_size < size:
+                os.ftruncate(self.descriptor, size)
+            self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+        return self._map
+
+
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[tuple[str, list[int], int]], int]:
+    """Type, shape and aligned offset of each tensor, and where the last one ends."""
+    places, offset = [], 0
+    for tensor in tensors:
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        places.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        offset += tensor.numel() * tensor.element_size()
+    return places, offset
+
+
+def _view(memory: mmap.mmap, place: tuple[str, list[int], int]) -> Tensor:
+    name, shape, offset = place
+    dtype = getattr(torch, name)
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fclflow")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,35 @@
+"""What a model says of a batch: logits by column, and which class and task each column stands for."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fclmodels.backbones.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Columns:
+    """labels [C]: the class of each logit. owners [C]: the task whose own head it belongs to, -1 in a shared head."""
+
+    labels: Tensor
+    owners: Tensor
+
+    def of_task(self, task: int, classes: tuple[int, ...]) -> Tensor:
+        """Mask [C] of the columns that may answer when the task is known."""
+        in_task = torch.isin(self.labels, torch.tensor(classes, dtype=torch.long, device=self.labels.device))
+        return in_task & ((self.owners == task) | (self.owners == -1))
+
+    @classmethod
+    def of(cls, spec: ModelSpec, device: torch.device) -> "Columns":
+        rows = [(label, head) for head, labels in enumerate(spec.head_labels) for label in labels]
+        labels, heads = torch.tensor(rows, device=device).unbind(1)
+        return cls(labels, torch.full_like(heads, -1) if spec.head == "growing" else heads)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """logits [B, C]; task_scores [B, tasks learned] where the method predicts tasks itself."""
+
+    logits: Tensor
+    task_scores: Tensor | None = None

@@ -1,0 +1,156 @@
+"""Clients run in persistent worker processes of one thread each (or as set).
+
+The payload stands in shared memory, written once a round; a worker writes its reply into one of two shared
+buffers of its own and goes on with the next client while the reply is taken in. Control messages are JSON lines
+over a socket. A worker that dies is replaced and its client run again, which cannot change the result.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fclmodels.errors import UserError
+from fclmodels.federation.executor import Answer, Job
+from fclmodels.federation.messages import Reply, SharedBuffer, parts_from_tree, parts_to_tree
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+DEATHS_OF_ONE_CLIENT = 3
+
+
+class Processes:
+    def __init__(self, method: "Method", params_file: Path, workers: int, threads: int) -> None:
+        self.method = method
+        self.payload = SharedBuffer()
+        run = method.run
+        self._set_up = {
+            "method": type(method).name,
+            "params": str(params_file.absolute()),
+            "splits": str(run.splits.folder.absolute()),
+            "seed": run.seed,
+            "threads": threads,
+        }
+        self._count = workers
+        self._workers: list[Worker] = []
+
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        size = self.payload.write(parts_to_tree(job.payload))
+        message = {
+            "job": {"question": job.question, "task": job.task, "round": job.round, "scratch": str(job.scratch.absolute())},
+            "size": size,
+        }
+        orders = [{"client": c, "memory": str(memories[c].absolute()) if c in memories else None} for c in clients]
+        orders.sort(key=lambda order: -len(self.method.rows(job.task, order["client"])))
+        deaths: dict[int, int] = {}
+        with selectors.DefaultSelector() as selector:
+            busy = 0
+            for worker in self._started(min(self._count, len(clients))):
+                worker.send(message)
+                busy += worker.take(orders)
+                selector.register(worker.socket, selectors.EVENT_READ, worker)
+            while busy:
+                for key, _ in selector.select():
+                    worker = key.data
+                    answer = worker.receive()
+                    busy -= 1
+                    if answer is None:
+                        selector.unregister(worker.socket)
+                        orders.insert(0, self._bury(worker, deaths))
+                        worker.start()
+                        worker.send(message)
+                        selector.register(worker.socket, selectors.EVENT_READ, worker)
+                    busy += worker.take(orders)
+                    if answer is not None:
+                        yield answer
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _started(self, count: int) -> list["Worker"]:
+        while len(self._workers) < count:
+            self._workers.append(Worker(self._set_up, self.payload))
+        return self._workers[:count]
+
+    def _bury(self, worker: "Worker", deaths: dict[int, int]) -> dict[str, Any]:
+        """The order to give again; a client on which workers keep dying is an error."""
+        order, code = worker.order, worker.stop()
+        assert order is not None
+        client = order["client"]
+        deaths[client] = deaths.get(client, 0) + 1
+        if deaths[client] >= DEATHS_OF_ONE_CLIENT:
+            raise RuntimeError(f"client {client}: its worker process died {deaths[client]} times (exit code {code})")
+        return order
+
+
+class Worker:
+    """The main process's end of one worker."""
+
+    def __init__(self, set_up: dict[str, Any], payload: SharedBuffer) -> None:
+        self._set_up = set_up
+        self._payload = payload
+        self._replies = (SharedBuffer(), SharedBuffer())
+        self._slot = 0
+        self.order: dict[str, Any] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        descriptors = [theirs.fileno(), self._payload.descriptor, *(reply.descriptor for reply in self._replies)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fclmodels.federation.worker", *map(str, descriptors)],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        theirs.close()
+        self._lines = self.socket.makefile("rb")
+        self.send(self._set_up)
+
+    def send(self, message: dict[str, Any]) -> None:
+        # A worker that has died is noticed when its answer is read.
+        with contextlib.suppress(ConnectionError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def take(self, orders: list[dict[str, Any]]) -> int:
+        """Begin with the next order, if there is one; the number begun."""
+        self.order = orders.pop(0) if orders else None
+        if self.order is None:
+            return 0
+        self._slot = 1 - self._slot
+        self.send({**self.order, "slot": self._slot})
+        return 1
+
+    def receive(self) -> Answer | None:
+        """The answer to the order; None where the worker has died."""
+        try:
+            line = self._lines.readline()
+        except ConnectionError:
+            line = b""
+        if not line:
+            return None
+        message = json.loads(line)
+        if "error" in message:
+            raise (UserError if message["user"] else RuntimeError)(message["error"])
+        parts = parts_from_tree(self._replies[message["slot"]].read(message["size"]))
+        memory = Path(message["memory"]) if message["memory"] else None
+        return Answer(message["client"], Reply(parts, **message["facts"]), memory, message["seconds"])
+
+    def stop(self) -> int:
+        """End the process; its exit code. It ends by itself when its socket closes."""
+        self._lines.close()
+        self.socket.close()
+        try:
+            return self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

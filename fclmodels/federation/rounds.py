@@ -1,0 +1,100 @@
+"""The round loop: sample clients, send the payload, let them train, aggregate, commit."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import torch
+
+from fclmodels.federation.checkpoints import Checkpoints, Position
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.executor import TRAIN, Executor
+from fclmodels.federation.ledger import Ledger
+from fclmodels.federation.log import Log
+from fclmodels.federation.server import Server
+from fclmodels.listener import Listener
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+SCHEMA = {
+    "task": pl.Int16,
+    "round": pl.Int32,
+    "step": pl.Int32,
+    "clients": pl.Int32,
+    "loss": pl.Float64,
+    "server_lr": pl.Float64,
+    "bytes_up": pl.Int64,
+    "bytes_down": pl.Int64,
+    "seconds": pl.Float64,
+}
+
+
+def learn(
+    method: "Method",
+    server: Server,
+    memories: dict[int, Path],
+    task: int,
+    executor: Executor,
+    checkpoints: Checkpoints,
+    listener: Listener,
+) -> Position:
+    """All rounds of a task, going on from the last checkpoint if there is one."""
+    rounds = method.run.rounds(task)
+    position = checkpoints.latest() or Position(method.start_task(server, task), memories, 0)
+    listener.task_started(task, rounds)
+    while position.round < rounds:
+        position = one_round(method, position, task, executor, checkpoints, listener)
+        if position.round % method.run.params.federation.checkpoint_every == 0 or position.round == rounds:
+            checkpoints.commit(position)
+    return position
+
+
+def one_round(
+    method: "Method",
+    position: Position,
+    task: int,
+    executor: Executor,
+    checkpoints: Checkpoints,
+    listener: Listener,
+) -> Position:
+    started = time.perf_counter()
+    round = position.round
+    ledger = Ledger(checkpoints.ledger)
+    chosen = sample_clients(method, task, round)
+    cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints)
+    payload = method.payload(position.server)
+    replies = cohort.exchange(
+        TRAIN, round, payload, chosen, lambda done: listener.client_done(task, round, done, len(chosen))
+    )
+    server = method.aggregate(position.server, replies)
+    cohort.close()
+    row: dict[str, Any] = {
+        "task": task,
+        "round": round,
+        "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
+        "clients": len(chosen),
+        "loss": replies.loss,
+        "server_lr": method.run.server_lr(task),
+        "bytes_up": ledger.bytes_up,
+        "bytes_down": ledger.bytes_down,
+        "seconds": time.perf_counter() - started,
+    }
+    checkpoints.rounds.append(row)
+    listener.round_done(row)
+    return Position(server, cohort.memories, round + 1)
+
+
+def rounds_table(log: Log) -> pl.DataFrame:
+    return pl.DataFrame(log.rows(), schema=SCHEMA)
+
+
+def sample_clients(method: "Method", task: int, round: int) -> tuple[int, ...]:
+    """Uniformly and without replacement among those that have the task's data."""
+    able = method.participants(task)
+    wanted = method.run.params.federation.clients_per_round or len(able)
+    if wanted >= len(able):
+        return able
+    order = torch.randperm(len(able), generator=method.run.generator("clients", task, round))
+    return tuple(sorted(able[i] for i in order[:wanted].tolist()))

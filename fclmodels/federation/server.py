@@ -1,0 +1,26 @@
+"""What the server knows: a value that can be saved, and the only state a run has besides clients' memories."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.state import Tree
+
+
+@dataclass(frozen=True)
+class Server:
+    """The global model after `task` (-1: none yet) and a method's own knowledge, a tree of tensors and JSON."""
+
+    spec: ModelSpec
+    weights: dict[str, Tensor]
+    task: int = -1
+    knowledge: dict[str, Any] = field(default_factory=dict)
+
+    def to_tree(self) -> Tree:
+        return {"spec": self.spec.to_json(), "weights": self.weights, "task": self.task, "knowledge": self.knowledge}
+
+    @classmethod
+    def from_tree(cls, tree: Tree) -> "Server":
+        return cls(ModelSpec.from_json(tree["spec"]), tree["weights"], tree["task"], tree["knowledge"])

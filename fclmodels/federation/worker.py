@@ -1,0 +1,66 @@
+"""The worker process of the `processes` executor: reads orders, runs clients, answers. Ends when its socket closes."""
+
+import json
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fclmodels import params, plugins
+from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
+from fclmodels.federation import malloc
+from fclmodels.federation.executor import Job, perform
+from fclmodels.federation.messages import SharedBuffer, parts_from_tree, parts_to_tree
+from fclmodels.federation.run import Run
+
+
+def main(control: int, payload: int, *replies: int) -> None:
+    malloc.tune()
+    connection = socket.socket(fileno=control)
+    lines = connection.makefile("rb")
+    try:
+        set_up = json.loads(lines.readline())
+        torch.set_num_threads(set_up["threads"])
+        settings = params.load(set_up["params"])
+        run = Run.on(settings, Splits.open(Path(set_up["splits"])), set_up["seed"])
+        method = plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
+        shared, buffers = SharedBuffer(payload), [SharedBuffer(descriptor) for descriptor in replies]
+        job = None
+        for line in lines:
+            message = json.loads(line)
+            if "job" in message:
+                facts = message["job"] | {"scratch": Path(message["job"]["scratch"])}
+                job = Job(**facts, payload=parts_from_tree(shared.read(message["size"])))
+            else:
+                assert job is not None
+                memory = Path(message["memory"]) if message["memory"] else None
+                answer = perform(method, job, message["client"], memory)
+                reply = answer.reply
+                _send(
+                    connection,
+                    {
+                        "client": answer.client,
+                        "slot": message["slot"],
+                        "size": buffers[message["slot"]].write(parts_to_tree(reply.parts)),
+                        "facts": {"loss": reply.loss, "samples": reply.samples, "base_round": reply.base_round},
+                        "memory": str(answer.memory) if answer.memory else None,
+                        "seconds": answer.seconds,
+                    },
+                )
+    except (ConnectionError, KeyboardInterrupt):
+        return
+    except Exception as problem:
+        mistake = isinstance(problem, UserError)
+        _send(connection, {"user": mistake, "error": str(problem) if mistake else traceback.format_exc()})
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

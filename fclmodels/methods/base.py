@@ -1,0 +1,117 @@
+"""What a federated continual learning method is: settings, and pure steps over explicit state.
+
+A method holds settings and no state. The server's knowledge and the clients' memories are values that these
+functions take and return, so that caching, resuming and running elsewhere need nothing from a method.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fclmodels.backbones.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.data.splits import Rows
+from fclmodels.federation.client import Client
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.networks import Networks
+from fclmodels.federation.prediction import Columns, Prediction
+from fclmodels.federation.replies import Replies
+from fclmodels.federation.run import Run
+from fclmodels.federation.server import Server
+from fclmodels.settings import Settings as BaseSettings
+from fclmodels.state import Tree
+
+Memory = dict[str, Tree]
+Predictor = Callable[[Tensor], Prediction]
+
+
+class Method:
+    paper: ClassVar[str]
+
+    class Settings(BaseSettings):
+        """A method's own block in params.yaml."""
+
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        self.settings = settings
+        self.run = run
+        self.networks = Networks(run.device, self.prepare)
+
+    # On the server.
+
+    def setup(self) -> Server:
+        """The model before the first task, and what the server knows then."""
+        raise NotImplementedError
+
+    def start_task(self, server: Server, task: int) -> Server:
+        """Before the task's first round: the head grows by the task's new classes."""
+        raise NotImplementedError
+
+    def payload(self, server: Server) -> Payload:
+        """What every client of a round downloads."""
+        raise NotImplementedError
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        """The server after a round."""
+        raise NotImplementedError
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        """After the task's last round, with as many exchanges (`cohort.ask`) as the method needs."""
+        return server
+
+    def columns(self, server: Server) -> Columns:
+        """Which class and task each logit of the predictor stands for."""
+        return Columns.of(server.spec, self.run.device)
+
+    def predictor(self, server: Server) -> Predictor:
+        """A function from inputs [B, C, H, W] to a Prediction, with the network set up once."""
+        raise NotImplementedError
+
+    # Who takes part, with which samples. Centralised references look beyond one client's rows here, and only here.
+
+    def participants(self, task: int) -> tuple[int, ...]:
+        """The clients that may be sampled in a task."""
+        return self.run.splits.clients_with(task)
+
+    def rows(self, task: int, client: int) -> Rows:
+        """A client's train rows in a task."""
+        return self.run.splits.rows(task, "train", client)
+
+    # On a client: in any process, with its own data and memory only.
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        """One round of local training."""
+        raise NotImplementedError
+
+    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
+        """The answer to a question that finish_task asks."""
+        raise NotImplementedError
+
+    @property
+    def personal(self) -> bool:
+        """Whether something of the model stays with each client, so that evaluation has to take place there."""
+        return False
+
+    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        """The predictor with what stays personal; only asked for where `personal`."""
+        raise NotImplementedError
+
+    # Hooks of the local training loop (federation/local.py), and of a network when it is built.
+
+    step: Callable[[LocalTraining, dict[str, Tensor]], dict[str, Tensor]] | None = None
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """The parameters that local training moves, by name."""
+        raise NotImplementedError
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        """The loss of a batch, to be differentiated."""
+        raise NotImplementedError
+
+    def gradient(self, training: LocalTraining) -> None:
+        """After the backward pass; may change gradients in place."""
+
+    def prepare(self, network: nn.Module) -> None:
+        """Once after a network is built."""

@@ -1,0 +1,138 @@
+"""FedAvg: clients train locally, the server averages what they changed (McMahan et al. 2017, Algorithm 1).
+
+W <- W + eta_g * sum_k n_k (w_k - W) / sum_k n_k. It does nothing against forgetting: it is what the others bend.
+"""
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fclmodels.backbones.batch_norm import Policy, drop_statistics, fix_statistics
+from fclmodels.backbones.heads import grow
+from fclmodels.backbones.network import Network, build, frozen_names
+from fclmodels.backbones.norms import statistics_names
+from fclmodels.backbones.spec import ModelSpec, local_labels
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.prediction import Prediction
+from fclmodels.federation.replies import Replies
+from fclmodels.federation.server import Server
+from fclmodels.methods.base import Memory, Method, Predictor
+from fclmodels.settings import Settings as BaseSettings
+
+
+class FedAvg(Method):
+    """Averages what clients learned; does nothing against forgetting."""
+
+    name = "fedavg"
+    paper = "Communication-Efficient Learning of Deep Networks from Decentralized Data"
+
+    class Settings(BaseSettings):
+        batch_norm: Policy = Field(
+            "average", description="running statistics: averaged, kept by each client, none (batch), or frozen after task 1"
+        )
+
+    settings: Settings
+
+    def setup(self) -> Server:
+        spec = self.run.spec(1)
+        return Server(spec, self.built(spec))
+
+    def built(self, spec: ModelSpec) -> dict[str, Tensor]:
+        """Initial weights, drawn by the run's seed or read from `model.weights`."""
+        network = build(spec, self.run.generator("init"))
+        self.prepare(network)
+        return dict(network.to(self.run.device).state_dict())
+
+    def start_task(self, server: Server, task: int) -> Server:
+        spec = self.run.spec(task + 1)
+        weights = grow(server.weights, server.spec, spec, self.run.generator("init"))
+        return replace(server, spec=spec, weights=weights, task=task)
+
+    def payload(self, server: Server) -> Payload:
+        return {"weights": Part("weights", server.weights)}
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        total = replies.sum("weight")["weight"].item()
+        share = self.run.server_lr(server.task) / total
+        update = replies.sum("update")
+        moved = {name: weights.add(update[name], alpha=share) for name, weights in server.weights.items() if name in update}
+        return replace(server, weights={**server.weights, **moved})
+
+    def predictor(self, server: Server) -> Predictor:
+        return self.predict_with(self.networks.load(server.spec, server.weights))
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        start = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        network = self.networks.load(self.run.spec(client.task + 1), start)
+        self.set_modes(network, client.task)
+        training = LocalTraining(self, client, network, start)
+        loss = training.run()
+        statistics = {name: network.get_buffer(name) for name in statistics_names(network)}
+        update, memory = training.update(), client.memory
+        if self.personal and statistics:
+            memory = {**memory, "statistics": {name: value.clone() for name, value in statistics.items()}}
+        else:
+            update |= {name: value - start[name] for name, value in statistics.items()}
+        torch._foreach_mul_(list(update.values()), client.weight)
+        parts = {
+            "update": Part("update", update),
+            "weight": Part("count", {"weight": torch.tensor(client.weight, dtype=torch.float64)}),
+        }
+        return Reply(parts, loss, len(client.rows), client.round), memory
+
+    @property
+    def personal(self) -> bool:
+        return self.settings.batch_norm == "local"
+
+    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        """The global model with the client's own running statistics."""
+        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        return self.predict_with(self.networks.load(self.run.spec(client.task + 1), weights))
+
+    def predict_with(self, network: Network) -> Predictor:
+        network.eval()
+
+        def predict(inputs: Tensor) -> Prediction:
+            features = network.backbone(inputs)
+            return Prediction(torch.cat([head(features) for head in network.heads], dim=1))
+
+        return predict
+
+    def freezes(self, task: int) -> bool:
+        """Whether what settings freeze after the first task is frozen in this one."""
+        return task > 0
+
+    def set_modes(self, network: Network, task: int) -> None:
+        """Training mode, but for what is frozen."""
+        network.train()
+        if self.freezes(task):
+            for block in self.run.params.model.freeze:
+                network.backbone.get_submodule(block).eval()
+            if self.settings.batch_norm == "frozen":
+                fix_statistics(network)
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """All but the frozen blocks and other tasks' own heads."""
+        frozen = frozen_names(network.spec, network) if self.freezes(task) else set()
+        prefixes = ("backbone.", f"heads.{task}." if network.spec.head == "per-task" else "heads.")
+        return {n: p for n, p in network.named_parameters() if n.startswith(prefixes) and n not in frozen}
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network = training.network
+        return self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, training.client.task)
+
+    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Over all classes seen, or over the task's (its own head, or `model.loss_over: task`)."""
+        if network.spec.head == "growing" and self.run.params.model.loss_over == "seen":
+            return cross_entropy(network.logits(features), labels)
+        return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
+
+    def prepare(self, network: nn.Module) -> None:
+        if self.settings.batch_norm == "batch":
+            drop_statistics(network)

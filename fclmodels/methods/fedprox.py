@@ -1,0 +1,27 @@
+"""FedProx: FedAvg whose clients are held near the round's global model (Li et al. 2020, Eq. 2).
+
+The local objective is F_k(w) + mu/2 ||w - W||^2; its gradient gains mu (w - W).
+"""
+
+import torch
+from pydantic import Field, NonNegativeFloat
+
+from fclmodels.federation.local import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+
+
+class FedProx(FedAvg):
+    """FedAvg with a proximal term that holds clients near the round's global model."""
+
+    name = "fedprox"
+    paper = "Federated Optimization in Heterogeneous Networks"
+
+    class Settings(FedAvg.Settings):
+        mu: NonNegativeFloat = Field(0.01, description="weight of the proximal term")
+
+    settings: Settings
+
+    @torch.no_grad()
+    def gradient(self, training: LocalTraining) -> None:
+        for name, parameter in training.parameters.items():
+            parameter.grad.add_(parameter - training.start[name], alpha=self.settings.mu)

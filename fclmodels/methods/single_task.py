@@ -1,0 +1,50 @@
+"""Single-task training: an upper reference without anything to forget.
+
+Every task has a model of its own, trained from scratch by FedAvg on that task only. When the task is known, its
+model answers; when it is not, the highest logit over all models does.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fclmodels.federation.prediction import Columns, Prediction
+from fclmodels.federation.server import Server
+from fclmodels.methods.base import Predictor
+from fclmodels.methods.fedavg import FedAvg
+
+
+class SingleTask(FedAvg):
+    """Upper reference: one model a task, each trained from scratch by FedAvg."""
+
+    name = "single-task"
+    paper = "none: an upper reference"
+
+    class Settings(FedAvg.Settings):
+        pass
+
+    def start_task(self, server: Server, task: int) -> Server:
+        earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []
+        spec = self.run.spec(task + 1)
+        return replace(server, spec=spec, weights=self.built(spec), task=task, knowledge={"models": earlier})
+
+    def freezes(self, task: int) -> bool:
+        return False
+
+    def columns(self, server: Server) -> Columns:
+        rows = [(label, task) for task, classes in enumerate(server.spec.tasks) for label in classes]
+        labels, owners = torch.tensor(rows, device=self.run.device).unbind(1)
+        return Columns(labels, owners)
+
+    def predictor(self, server: Server) -> Predictor:
+        models = [*server.knowledge.get("models", []), server.weights]
+
+        def predict(inputs: Tensor) -> Prediction:
+            logits = []
+            for task, weights in enumerate(models):
+                network = self.networks.load(self.run.spec(task + 1), weights).eval()
+                logits.append(network(inputs, task))
+            return Prediction(torch.cat(logits, dim=1))
+
+        return predict

@@ -1,0 +1,97 @@
+"""What a run leaves behind: runs/<method>-<seed>/ with result.json, tables, model and knowledge."""
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from fclmodels import state
+from fclmodels.federation.server import Server
+from fclmodels.metrics import summary
+
+if TYPE_CHECKING:
+    from fclmodels.experiment import Experiment, Outcome
+
+FORMAT = 1
+PACKAGES = ("fclflow", "torch", "numpy", "polars", "safetensors")
+
+
+def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
+    """Write the whole folder beside its place, then put it there; returns what result.json says."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    temporary.chmod(0o755)
+    try:
+        result = _write(experiment, temporary, outcomes)
+        _put_in_place(temporary, folder)
+        return result
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
+    store = experiment.store
+    tables = {
+        name: pl.concat([store.get_table(o["objects"][name]) for o in outcomes if name in o["objects"]])
+        for name in ("accuracy", "rounds", "ledger")
+    }
+    for name, table in tables.items():
+        table.write_parquet(folder / f"{name}.parquet")
+    last = [o for o in outcomes if "state" in o["objects"]][-1]["objects"]["state"]
+    server = Server.from_tree(store.get(last)["server"])
+    state.save(server.weights, folder / "model" / "weights.safetensors")
+    state.write_json(folder / "model" / "spec.json", server.spec.to_json())
+    for outcome in outcomes:
+        if knowledge := store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None:
+            state.save(knowledge, folder / "knowledge" / f"task-{outcome['task']:02d}.safetensors")
+    result = {
+        "format": FORMAT,
+        "label": experiment.label,
+        "method": type(experiment.method).name,
+        "seed": experiment.seed,
+        "metrics": summary(tables["accuracy"]),
+        "settings": experiment.settings,
+        "digests": {
+            "splits": experiment.splits.digest,
+            "prepared": experiment.splits.prepared_digest,
+            "model": state.digest(server.weights),
+            "state": last,
+            "accuracy": _digest(outcomes, "accuracy"),
+        },
+        "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "seconds": sum(outcome["seconds"] for outcome in outcomes),
+        "timings": {
+            stage: sum(o["seconds"] for o in outcomes if o["stage"] == stage) for stage in ("begin", "learn", "conclude", "evaluate")
+        },
+        **_bytes(tables["ledger"]),
+    }
+    state.write_json(folder / "result.json", result)
+    return json.loads(json.dumps(result))
+
+
+def _digest(outcomes: "list[Outcome]", name: str) -> str:
+    return [o["objects"][name] for o in outcomes if name in o["objects"]][-1]
+
+
+def _bytes(ledger: pl.DataFrame) -> dict[str, int]:
+    """Bytes over the whole run, both ways, and what the clients hold at its end."""
+    travelled = {
+        f"bytes_{direction}": int(ledger.filter(pl.col("direction") == direction)["bytes"].sum()) for direction in ("up", "down")
+    }
+    kept = ledger.filter(pl.col("direction") == "kept").group_by("client", maintain_order=True).last()
+    return {**travelled, "bytes_kept": int(kept["bytes"].sum())}
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """A folder cannot be replaced in one step: the old one steps aside and goes only when the new one is there."""
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+    if folder.exists():
+        os.replace(folder, aside / folder.name)
+    os.replace(temporary, folder)
+    shutil.rmtree(aside, ignore_errors=True)

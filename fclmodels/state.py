@@ -1,0 +1,127 @@
+"""State as values: trees of tensors and JSON, saved without pickle and named by their content.
+
+A tree is nested dicts (string keys) and lists whose leaves are tensors or JSON scalars. On disk it is one
+safetensors file; what is not a tensor stands as JSON, with a format version, in the file's metadata.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fclmodels.errors import UserError
+
+Tree = Any
+FORMAT = 1
+
+
+def flatten(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
+    """The tree with each tensor replaced by {"tensor": name}, and the tensors by name."""
+    tensors: dict[str, Tensor] = {}
+
+    def walk(node: Tree, path: str) -> Tree:
+        if isinstance(node, Tensor):
+            tensors[path] = node
+            return {"tensor": path}
+        if isinstance(node, dict):
+            return {"dict": {key: walk(value, f"{path}/{key}") for key, value in node.items()}}
+        if isinstance(node, list | tuple):
+            return {"list": [walk(value, f"{path}/{i}") for i, value in enumerate(node)]}
+        return {"json": node}
+
+    return walk(tree, ""), tensors
+
+
+def unflatten(skeleton: Tree, tensor: Callable[[str], Tensor]) -> Tree:
+    """The inverse of flatten; `tensor` gives a tensor by its name."""
+    ((kind, value),) = skeleton.items()
+    if kind == "dict":
+        return {key: unflatten(node, tensor) for key, node in value.items()}
+    if kind == "list":
+        return [unflatten(node, tensor) for node in value]
+    return tensor(value) if kind == "tensor" else value
+
+
+def digest(tree: Tree) -> str:
+    """SHA-256 of the content: structure, scalars, and each tensor's type, shape and bytes."""
+    skeleton, tensors = flatten(tree)
+    state = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        state.update(as_bytes(tensor))
+    return state.hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def save(tree: Tree, path: Path) -> None:
+    """Write the tree under a temporary name, then rename: the file is there whole or not at all."""
+    skeleton, tensors = flatten(tree)
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"fclflow": json.dumps({"format": FORMAT, "tree": skeleton}, sort_keys=True)}
+    with replacing(path) as temporary:
+        save_file(_unshared(content), temporary, metadata=metadata)
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> Tree:
+    """Read a tree back; a file that is cut short or foreign is a UserError that names it."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            content = json.loads((file.metadata() or {})["fclflow"])
+            if content["format"] != FORMAT:
+                raise UserError(f"{path}: format {content['format']}, this version reads {FORMAT}. Delete it to have it made again.")
+            return unflatten(content["tree"], file.get_tensor)
+    except (SafetensorError, KeyError, ValueError, OSError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}). Delete it to have it made again.") from problem
+
+
+class replacing:
+    """A temporary path beside `path` that takes its place when the block ends well, and goes when it does not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def __enter__(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        os.close(handle)
+        self.temporary = Path(name)
+        return self.temporary
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            self.temporary.unlink(missing_ok=True)
+            return
+        with open(self.temporary, "rb") as file:
+            os.fsync(file.fileno())
+        self.temporary.chmod(0o644)
+        os.replace(self.temporary, self.path)
+
+
+def write_json(path: Path, content: Tree) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses tensors that share storage; give each repeated one its own."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        result[name] = tensor if whole and storage not in seen else tensor.clone()
+        seen.add(storage)
+    return result

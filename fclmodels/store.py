@@ -1,0 +1,82 @@
+"""A content-addressed store: an object's name is the digest of what is in it, so it never changes.
+
+Trees are kept as safetensors, tables as Parquet. What is read is checked against its name.
+"""
+
+import hashlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.state import Tree
+
+
+_REMEDY = "Delete it and run the same command again: it is made anew."
+
+
+class Store:
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def put(self, tree: Tree) -> str:
+        digest = state.digest(tree)
+        if not self.path(digest).exists():
+            state.save(tree, self.path(digest))
+        return digest
+
+    def get(self, digest: str) -> Tree:
+        tree = state.load(self._existing(digest))
+        if state.digest(tree) != digest:
+            raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
+        return tree
+
+    def adopt(self, file: Path) -> str:
+        """Take in a tree that stands in a file already."""
+        digest = state.digest(state.load(file))
+        if not self.has(digest):
+            with state.replacing(self.path(digest)) as temporary:
+                shutil.copyfile(file, temporary)
+        return digest
+
+    def put_table(self, table: pl.DataFrame) -> str:
+        buffer = io.BytesIO()
+        table.write_parquet(buffer, compression="zstd")
+        digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+        if not self.has(digest):
+            with state.replacing(self.path(digest)) as temporary:
+                temporary.write_bytes(buffer.getbuffer())
+        return digest
+
+    def get_table(self, digest: str) -> pl.DataFrame:
+        content = self._existing(digest).read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
+        return pl.read_parquet(io.BytesIO(content))
+
+    def record(self, key: str, outcome: dict[str, Tree]) -> None:
+        """Remember what came of the step with this key: JSON that names objects by digest."""
+        state.write_json(self.root / "done" / f"{key}.json", outcome)
+
+    def recall(self, key: str) -> dict[str, Tree] | None:
+        """What came of the step, or None where it was not done or an object that it made is gone."""
+        path = self.root / "done" / f"{key}.json"
+        if not path.exists():
+            return None
+        outcome = json.loads(path.read_text())
+        return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
+
+    def has(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def path(self, digest: str) -> Path:
+        return self.root / digest[:2] / digest
+
+    def _existing(self, digest: str) -> Path:
+        if not self.has(digest):
+            raise UserError(f"{self.path(digest)} is missing. {_REMEDY}")
+        return self.path(digest)
