@@ -1,4 +1,4 @@
-"""Rows of the manifest as batches on the device: gathered, permuted, augmented, normalised."""
+"""Rows of the manifest as batches on the device: gathered, augmented, permuted, normalised."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -52,10 +52,10 @@ class Batches:
         for part in order.split(length):
             samples, labels, tasks = (column[part] for column in columns)
             images, labels, tasks = (t.to(self.device) for t in (self.splits.images[samples], labels, tasks))
-            yield Batch(self._permuted(images, tasks), labels, tasks)
+            yield Batch(images, labels, tasks)
 
     def _slices(self, raw: Batch, size: int) -> Iterator[Batch]:
-        inputs = normalise(raw.inputs, self.splits.mean, self.splits.std)
+        inputs = normalise(self._permuted(raw.inputs, raw.tasks), self.splits.mean, self.splits.std)
         for batch in zip(inputs.split(size), raw.labels.split(size), raw.tasks.split(size), strict=True):
             yield Batch(*batch)
 

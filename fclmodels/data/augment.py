@@ -1,0 +1,82 @@
+"""Augmentation of a whole batch at once, each sample with its own draw, on the device where the batch is.
+
+It works on pixels, before `normalise`: the padding of a crop is black (0), not the mean, as in the usual CIFAR recipe.
+Order: resize-crop, crop, flip, brightness. All randomness comes from the generator passed in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fclmodels.settings import AugmentSettings
+
+
+def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generator) -> Tensor:
+    """Pixels [B, C, H, W], uint8 in 0..255 or floating in 0..1, to altered ones of the same type.
+
+    Settings that alter nothing give back the very same tensor and draw nothing.
+    """
+    if settings.resize_crop is not None:
+        images = resize_crop(images, settings.resize_crop, generator)
+    if settings.crop_padding:
+        images = crop(images, settings.crop_padding, generator)
+    if settings.flip:
+        images = flip(images, generator)
+    if settings.brightness:
+        images = brightness(images, settings.brightness, generator)
+    return images
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(pixels / 255 - mean) / std of uint8 [B, C, H, W], a number for each channel, as float32."""
+    shift = torch.tensor(mean, device=images.device).view(-1, 1, 1)
+    scale = torch.tensor(std, device=images.device).view(-1, 1, 1)
+    return images.to(torch.float32).mul_(1 / (255 * scale)).sub_(shift / scale)
+
+
+def crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """A window of the old size, anywhere in the image with `padding` zeros on each side."""
+    count, _, height, width = images.shape
+    offsets = torch.randint(2 * padding + 1, (2, count), generator=generator, device=generator.device)
+    top, left = offsets.to(images.device)
+    windows = F.pad(images, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(count, device=images.device), :, top, left]
+
+
+def flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Left and right exchanged with probability 1/2."""
+    mirrored = _uniform(images, generator) < 0.5
+    return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+
+
+def brightness(images: Tensor, amount: float, generator: torch.Generator) -> Tensor:
+    """Pixels times a factor from U(1 - amount, 1 + amount), cut off at white."""
+    factor = 1 + amount * (2 * _uniform(images, generator) - 1)
+    white = 1.0 if images.is_floating_point() else 255.0
+    return _as_pixels((images * factor.view(-1, 1, 1, 1)).clamp_(max=white), images.dtype)
+
+
+def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Generator) -> Tensor:
+    """A window of the image's own proportions with a share of its area from U(areas), resized to the old size."""
+    low, high = areas
+    share, across, down = (_uniform(images, generator) for _ in range(3))
+    side = (low + (high - low) * share).sqrt()
+    # In affine_grid's coordinates the image spans -1..1, so the window's middle lies within +-(1 - side).
+    zero = torch.zeros_like(side)
+    middle_x, middle_y = ((1 - side) * (2 * draw - 1) for draw in (across, down))
+    windows = torch.stack([side, zero, middle_x, zero, side, middle_y], dim=1).view(-1, 2, 3)
+    pixels = images if images.is_floating_point() else images.float()
+    grid = F.affine_grid(windows.to(pixels.dtype), list(images.shape), align_corners=False)
+    # The outermost half pixel lies beyond the last pixel's middle: "border" repeats that pixel instead of darkening it.
+    return _as_pixels(F.grid_sample(pixels, grid, padding_mode="border", align_corners=False), images.dtype)
+
+
+def _uniform(images: Tensor, generator: torch.Generator) -> Tensor:
+    """One number in [0, 1) a sample."""
+    return torch.rand(len(images), generator=generator, device=generator.device).to(images.device)
+
+
+def _as_pixels(images: Tensor, dtype: torch.dtype) -> Tensor:
+    return images.to(dtype) if dtype.is_floating_point else images.round_().to(dtype)

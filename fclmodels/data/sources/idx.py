@@ -1,0 +1,78 @@
+"""idx files, the format of MNIST: two zero bytes, a type, the number of dimensions, the dimensions, the values.
+
+http://yann.lecun.com/exdb/mnist: numbers are big-endian, type 0x08 is an unsigned byte.
+"""
+
+import gzip
+import math
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
+from fclmodels.errors import UserError
+from fclmodels.settings import SourceSettings
+
+UNSIGNED_BYTE = 0x08
+
+
+class Idx(Source):
+    """idx files, plain or .gz: images and labels, and test images and labels where there are some"""
+
+    name = "idx"
+
+    class Settings(SourceSettings):
+        images: Path = Field(Path("train-images-idx3-ubyte"), description="idx file of the images, from root on")
+        labels: Path = Field(Path("train-labels-idx1-ubyte"), description="idx file of their labels")
+        test_images: Path | None = Field(
+            Path("t10k-images-idx3-ubyte"), description="idx file of the official test images; none: no official split"
+        )
+        test_labels: Path | None = Field(Path("t10k-labels-idx1-ubyte"), description="idx file of their labels")
+
+    settings: Settings
+
+    def catalogue(self) -> Catalogue:
+        chosen = self.settings
+        if (chosen.test_images is None) != (chosen.test_labels is None):
+            raise UserError("data.test_images and data.test_labels go together. Name both files, or set both to null.")
+        if chosen.test_images is None or chosen.test_labels is None:
+            parts: dict[str | None, tuple[np.ndarray, np.ndarray]] = {None: self._pair(chosen.images, chosen.labels)}
+        else:
+            parts = {
+                "train": self._pair(chosen.images, chosen.labels),
+                "test": self._pair(chosen.test_images, chosen.test_labels),
+            }
+        numbers = np.unique(np.concatenate([labels for _, labels in parts.values()]))
+        numbered = {split: (images, np.searchsorted(numbers, labels)) for split, (images, labels) in parts.items()}
+        return catalogue_of_arrays(self.name, [str(number) for number in numbers], numbered)
+
+    def _pair(self, images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = read_idx(self.settings.root / images_file), read_idx(self.settings.root / labels_file)
+        if images.ndim != 3 and images.shape[3:] != (3,):
+            raise UserError(
+                f"{images_file} holds values of shape {images.shape}. Right: images x height x width [x 3]."
+            )
+        if labels.shape != images.shape[:1]:
+            raise UserError(f"{labels_file} holds {labels.shape} labels for the {len(images)} images of {images_file}.")
+        return images, labels
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The values of an idx file of unsigned bytes, or of its .gz beside it."""
+    packed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and not packed.exists():
+        raise UserError(f"{path} is missing, and so is {packed.name}. Put the file there, or set data.root.")
+    path = path if path.exists() else packed
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            start = file.read(4)
+            if len(start) < 4 or start[:3] != bytes((0, 0, UNSIGNED_BYTE)):
+                raise UserError(f"{path} is not an idx file of unsigned bytes (it starts with {start.hex(' ')}).")
+            shape = tuple(int(size) for size in np.frombuffer(file.read(4 * start[3]), ">u4"))
+            values = file.read()
+    except (OSError, EOFError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}). Get the file again.") from problem
+    if len(shape) != start[3] or len(values) != math.prod(shape):
+        raise UserError(f"{path} is cut short or too long for its {' x '.join(map(str, shape))} values. Get it again.")
+    return np.frombuffer(values, np.uint8).reshape(shape)
