@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,9 @@ PACKAGES = ("fclflow", "torch", "numpy", "polars", "safetensors")
 
 def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
     """Write the whole folder beside its place, then put it there; returns what result.json says."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    temporary.chmod(0o755)
+    temporary = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         result = _write(experiment, temporary, outcomes)
         _put_in_place(temporary, folder)
@@ -90,8 +89,9 @@ def _bytes(ledger: pl.DataFrame) -> dict[str, int]:
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """A folder cannot be replaced in one step: the old one steps aside and goes only when the new one is there."""
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old."))
+    aside = folder.parent / f".{folder.name}.old"
+    shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
-        os.replace(folder, aside / folder.name)
+        os.replace(folder, aside)
     os.replace(temporary, folder)
     shutil.rmtree(aside, ignore_errors=True)

@@ -81,17 +81,20 @@ def _count(
 ) -> pl.DataFrame:
     """Correct and total by task, over all clients and for each client that has test rows of its own."""
     masks, mask_of_row = _task_masks(run, columns, rows)
-    answers: list[list[Tensor]] = [[], [], []]
+    correct = np.zeros((len(readings), len(rows)), dtype=bool)
+    # What has no column yet cannot be answered right: it need not be computed.
+    answerable = np.flatnonzero(np.isin(rows.labels, columns.labels.cpu().numpy()))
     start = 0
-    for batch in run.batches.ordered(rows, run.params.evaluation.batch_size):
-        mask = masks[mask_of_row[start : start + len(batch.labels)]]
+    for batch in run.batches.ordered(rows.take(answerable), run.params.evaluation.batch_size):
+        places = answerable[start : start + len(batch.labels)]
         start += len(batch.labels)
-        for kept, columns_of_answer in zip(answers, _answers(predict(batch.inputs), columns, run, mask), strict=True):
-            kept.append(columns.labels[columns_of_answer] == batch.labels)
+        answers = _answers(predict(batch.inputs), columns, run, masks[mask_of_row[places]])
+        for reading, answer in enumerate(answers):
+            correct[reading, places] = (columns.labels[answer] == batch.labels).cpu().numpy()
     known = masks.any(1)[mask_of_row].cpu().numpy()
     tables = []
-    for reading, kept in zip(readings, answers, strict=True):
-        table = pl.DataFrame({"task": rows.tasks, "client": rows.clients, "correct": torch.cat(kept).cpu().numpy()})
+    for reading, right in zip(readings, correct, strict=True):
+        table = pl.DataFrame({"task": rows.tasks, "client": rows.clients, "correct": right})
         # A task none of whose classes has a column yet cannot be answered when the task is given: no row, not 0.
         table = table.filter(pl.Series(known)) if reading.endswith("aware") else table
         counts = (pl.col("correct").sum().cast(pl.Int64), pl.len().cast(pl.Int64).alias("total"))
@@ -124,7 +127,7 @@ def _task_masks(run: Run, columns: Columns, rows: Rows) -> tuple[Tensor, Tensor]
         columns.of_task(int(task), run.splits.tasks[task].classes_of(int(client) if client >= 0 else None))
         for task, client in distinct
     ]
-    return torch.stack(masks), torch.from_numpy(place.reshape(-1)).to(columns.labels.device)
+    return torch.stack(masks), torch.from_numpy(place.reshape(-1))
 
 
 def encode(table: pl.DataFrame, client: int) -> Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +34,9 @@ class Job:
     payload: Payload
     scratch: Path
 
+    def to(self, device: torch.device) -> "Job":
+        return replace(self, payload={name: part.to(device) for name, part in self.payload.items()})
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -59,6 +62,7 @@ class Serial:
         self.threads = threads
 
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        job = job.to(self.method.run.device)
         for client in clients:
             with torch_threads(self.threads):
                 answer = perform(self.method, job, client, memories.get(client))
@@ -69,9 +73,13 @@ class Serial:
 
 
 def perform(method: "Method", job: Job, index: int, memory_file: Path | None) -> Answer:
-    """One client's part of a job, in this process: the same code wherever it runs."""
+    """One client's part of a job, in this process: the same code wherever it runs.
+
+    The job's payload is on the device already; the server keeps its state, and gets replies, on the CPU.
+    """
     started = time.perf_counter()
-    memory = state.load(memory_file) if memory_file else {}
+    device = method.run.device
+    memory = state.load(memory_file, device) if memory_file else {}
     rows = method.rows(job.task, index)
     client = Client(index, job.task, job.round, method.run, rows, memory)
     if job.question == TRAIN:
@@ -85,6 +93,7 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
         if remembered:
             memory_file = job.scratch / f"{index}-{job.task}-{job.round}-{job.question}.safetensors"
             state.save(remembered, memory_file)
+    reply = replace(reply, parts={name: part.to("cpu") for name, part in reply.parts.items()})
     return Answer(index, reply, memory_file, time.perf_counter() - started)
 
 

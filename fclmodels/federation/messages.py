@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,9 @@ class Part:
     kind: Kind
     tensors: dict[str, Tensor]
     least: Least = "sum"
+
+    def to(self, device: torch.device | str) -> "Part":
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @property
     def bytes(self) -> int:

@@ -34,7 +34,7 @@ def main(control: int, payload: int, *replies: int) -> None:
             message = json.loads(line)
             if "job" in message:
                 facts = message["job"] | {"scratch": Path(message["job"]["scratch"])}
-                job = Job(**facts, payload=parts_from_tree(shared.read(message["size"])))
+                job = Job(**facts, payload=parts_from_tree(shared.read(message["size"]))).to(run.device)
             else:
                 assert job is not None
                 memory = Path(message["memory"]) if message["memory"] else None

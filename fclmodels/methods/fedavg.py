@@ -47,7 +47,7 @@ class FedAvg(Method):
         """Initial weights, drawn by the run's seed or read from `model.weights`."""
         network = build(spec, self.run.generator("init"))
         self.prepare(network)
-        return dict(network.to(self.run.device).state_dict())
+        return dict(network.state_dict())
 
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)

@@ -1,0 +1,69 @@
+"""A backbone and its heads as one network, built from a spec and a seed."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fclmodels.backbones.base import FeatureNet
+from fclmodels.backbones.heads import HEADS, Heads
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.weights import load_weights
+from fclmodels.errors import UserError, did_you_mean
+from fclmodels.plugins import find
+from fclmodels.randomness import ambient
+
+
+class Network(nn.Module):
+    """Inputs to features [B, F] to logits; tensors are named `backbone.*` and `heads.<i>.weight|bias`."""
+
+    def __init__(self, spec: ModelSpec, backbone: FeatureNet, heads: Heads) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backbone = backbone
+        self.heads = heads
+
+    def logits(self, features: Tensor, task: int | None = None) -> Tensor:
+        """[B, classes of the task] in the task's order; without a task [B, labels seen] in label order."""
+        logits: Tensor = self.heads(features, task)
+        return logits
+
+    def forward(self, x: Tensor, task: int | None = None) -> Tensor:
+        return self.logits(self.backbone(x), task)
+
+
+def build(spec: ModelSpec, generator: torch.Generator) -> Network:
+    """The network that learning starts from: drawn, or its backbone read from `model.weights`.
+
+    Only the generator's seed is used: it is neither read further nor moved, and neither is torch's own.
+    """
+    network = _assemble(spec, generator.initial_seed())
+    frozen_names(spec, network)
+    if weights := spec.settings.get("weights"):
+        load_weights(network.backbone, Path(weights))
+    return network
+
+
+def skeleton(spec: ModelSpec) -> Network:
+    """A network of this architecture whose own weights mean nothing: for those that are loaded into it."""
+    return _assemble(spec, seed=0)
+
+
+def frozen_names(spec: ModelSpec, network: Network) -> set[str]:
+    """Names of the parameters and buffers in the blocks that `model.freeze` names."""
+    blocks = network.backbone.blocks
+    for block in spec.settings.get("freeze", ()):
+        if block not in blocks:
+            name = spec.settings["backbone"]
+            raise UserError(f"model.freeze: {block} is not a block of {name}. {did_you_mean(block, blocks)}")
+    prefixes = tuple(f"backbone.{block}." for block in spec.settings.get("freeze", ()))
+    return {name for name in network.state_dict() if name.startswith(prefixes)}
+
+
+def _assemble(spec: ModelSpec, seed: int) -> Network:
+    plugin = find("backbone", spec.settings["backbone"])
+    kind = plugin(plugin.Settings(**spec.settings))
+    # Layers draw from torch's global generator when they are made.
+    with ambient(seed, "backbone", device=torch.device("cpu")):
+        backbone = kind.build(spec.shape)
+    return Network(spec, backbone, HEADS[spec.head](spec, backbone.features, seed))
