@@ -99,6 +99,11 @@ class Experiment:
         settings["device"] = str(self.method.run.device)
         return settings
 
+    @property
+    def code(self) -> str:
+        """Digest of the source that training depends on."""
+        return str(self._identity["code"])
+
     def run(self, folder: Path) -> dict[str, Any]:
         """Every step that is not done yet, in turn, then the run folder; returns what result.json says."""
         outcomes = []

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -27,14 +28,14 @@ def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        result = _write(experiment, temporary, outcomes)
+        result = _write(experiment, temporary, folder, outcomes)
         _put_in_place(temporary, folder)
         return result
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
+def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
     store = experiment.store
     tables = {
         name: pl.concat([store.get_table(o["objects"][name]) for o in outcomes if name in o["objects"]])
@@ -49,8 +50,10 @@ def _write(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") ->
     for outcome in outcomes:
         if knowledge := store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None:
             state.save(knowledge, folder / "knowledge" / f"task-{outcome['task']:02d}.safetensors")
+    state.write_json(folder / "settings.json", experiment.settings)
     result = {
         "format": FORMAT,
+        "command": _command(experiment, place),
         "label": experiment.label,
         "method": type(experiment.method).name,
         "seed": experiment.seed,
@@ -61,6 +64,7 @@ def _write(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") ->
             "prepared": experiment.splits.prepared_digest,
             "model": state.digest(server.weights),
             "state": last,
+            "code": experiment.code,
             "accuracy": _digest(outcomes, "accuracy"),
         },
         "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
@@ -72,6 +76,12 @@ def _write(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") ->
     }
     state.write_json(folder / "result.json", result)
     return json.loads(json.dumps(result))
+
+
+def _command(experiment: "Experiment", place: Path) -> str:
+    """What makes this run again, from the settings that are kept with it."""
+    words = ["fcl", "run", "--method", type(experiment.method).name, "--seed", str(experiment.seed)]
+    return shlex.join([*words, "--params", str(place / "settings.json"), "--out", str(place)])
 
 
 def _digest(outcomes: "list[Outcome]", name: str) -> str:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fclmodels.errors import UserError
 from fclmodels.plugins import all_of
@@ -96,12 +96,22 @@ class OptimizerSettings(Settings):
     weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")
 
 
+def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise ValueError("must be ascending")
+    return pair
+
+
+AreaShare = Annotated[float, Field(gt=0, le=1)]
+AreaRange = Annotated[tuple[AreaShare, AreaShare], AfterValidator(_ascending)]
+
+
 class AugmentSettings(Settings):
     crop_padding: NonNegativeInt = Field(0, description="pixels of zero padding before a random crop of the old size")
     flip: bool = Field(False, description="mirror left and right with probability 1/2")
     brightness: float = Field(0.0, ge=0, le=1, description="brightness is multiplied by a factor in 1 +- this")
-    resize_crop: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="random crop with this range of area shares, resized to the old size"
+    resize_crop: AreaRange | None = Field(
+        None, description="random crop with area shares in this range, resized to the old size"
     )
 
 

@@ -34,18 +34,24 @@ class Ledger:
         """The payload that each of the clients downloads."""
         for name, part in job.payload.items():
             self.bytes_down += part.bytes * len(clients)
-            self._write(job, list(clients), "down", name, part.kind, "-", part.bytes)
+            self._write(job.task, job.round, list(clients), "down", name, part.kind, "-", part.bytes)
 
     def received(self, job: Job, answer: Answer) -> None:
         """One client's reply, and the memory that it keeps."""
         for name, part in answer.reply.parts.items():
             self.bytes_up += part.bytes
-            self._write(job, [answer.client], "up", name, part.kind, part.least, part.bytes)
+            self._write(job.task, job.round, [answer.client], "up", name, part.kind, part.least, part.bytes)
         if answer.memory is not None:
-            self._write(job, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size)
+            self._write(job.task, job.round, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size)
 
-    def _write(self, job: Job, clients: list[int], direction: str, part: str, kind: str, least: str, size: int) -> None:
-        self.log.append(dict(zip(SCHEMA, (job.task, job.round, clients, direction, part, kind, least, size), strict=True)))
+    def pooled(self, task: int, sizes: dict[int, int]) -> None:
+        """Raw samples that left their clients before a task's first round."""
+        for client, size in sizes.items():
+            self.bytes_up += size
+            self._write(task, 0, [client], "up", "samples", "samples", "each", size)
+
+    def _write(self, task: int, round: int, clients: list[int], *what: str | int) -> None:
+        self.log.append(dict(zip(SCHEMA, (task, round, clients, *what), strict=True)))
 
 
 def ledger_table(log: Log) -> pl.DataFrame:

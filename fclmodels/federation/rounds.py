@@ -64,6 +64,8 @@ def one_round(
     ledger = Ledger(checkpoints.ledger)
     chosen = sample_clients(method, task, round)
     cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints)
+    if round == 0:
+        ledger.pooled(task, method.pooled_bytes(task))
     payload = method.payload(position.server)
     replies = cohort.exchange(
         TRAIN, round, payload, chosen, lambda done: listener.client_done(task, round, done, len(chosen))

@@ -79,6 +79,10 @@ class Method:
         """A client's train rows in a task."""
         return self.run.splits.rows(task, "train", client)
 
+    def pooled_bytes(self, task: int) -> dict[int, int]:
+        """Bytes of raw samples that clients hand over for a task: none, but for centralised references."""
+        return {}
+
     # On a client: in any process, with its own data and memory only.
 
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:

@@ -37,6 +37,11 @@ class Joint(FedAvg):
     def rows(self, task: int, client: int) -> Rows:
         return Rows.concatenate([once(self.run.splits.rows(earlier, "train")) for earlier in range(task + 1)])
 
+    def pooled_bytes(self, task: int) -> dict[int, int]:
+        splits = self.run.splits
+        pixels = splits.images[0].numel()
+        return {client: len(splits.rows(task, "train", client)) * pixels for client in splits.clients_with(task)}
+
     def freezes(self, task: int) -> bool:
         return False
 

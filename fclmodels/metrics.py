@@ -1,0 +1,197 @@
+"""Accuracy and forgetting, each by its paper's own formula, from one long accuracy table.
+
+The table has a row for each reading, number of tasks learned (`after`), task and client (null: all test
+samples of the task) with the counts `correct` and `total`. All metrics read the matrix that `matrix`
+makes of it: a[t, k] = accuracy on task k after learning t tasks. The docstrings count tasks from 1 as
+the papers do, so task k is column k - 1. What cannot be computed (one task, rows missing) is None.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import polars as pl
+
+READINGS = (
+    "task_aware",
+    "task_agnostic",
+    "task_predicted",
+    "paper_task_aware",
+    "paper_task_agnostic",
+    "paper_task_predicted",
+)
+
+
+def matrix(table: pl.DataFrame, reading: str, client: int | None = None) -> np.ndarray:
+    """Accuracies [T + 1, T]: row t after learning t tasks (row 0: the untrained model), NaN where there is no row.
+
+    `client` None takes the rows over all test samples of a task, a number that client's rows.
+    """
+    tasks = _tasks(table)
+    rows = _measured(table, reading).filter(pl.col("client").eq_missing(pl.lit(client, pl.Int32)))
+    accuracies = np.full((tasks + 1, tasks), np.nan)
+    accuracies[rows["after"].to_numpy(), rows["task"].to_numpy()] = rows["accuracy"].to_numpy()
+    return accuracies
+
+
+def client_accuracies(table: pl.DataFrame, reading: str) -> np.ndarray:
+    """For each client, in the order of their numbers, the final accuracy [clients]: the mean over the tasks it has.
+
+    A client has a task where it has test samples of it. NaN where one of its tasks was not measured at the end.
+    """
+    final = pl.col("accuracy").filter(pl.col("after") == _tasks(table)).first().fill_null(float("nan"))
+    by_task = _measured(table, reading).drop_nulls("client").group_by("client", "task").agg(final.alias("final"))
+    # sorted, because groups come in any order and a sum of floats depends on it
+    return by_task.group_by("client").agg(pl.col("final").sort().mean()).sort("client")["final"].to_numpy()
+
+
+def accuracy_curve(a: np.ndarray) -> np.ndarray:
+    """Mean accuracy over the tasks learned so far, after each task [T]: mean_{k <= t} a[t, k] for t = 1..T."""
+    return np.array([a[t, :t].mean() for t in range(1, len(a))])
+
+
+def acc(a: np.ndarray) -> float | None:
+    """ACC: mean accuracy over all T tasks after the last one (FedProTIP eq. 16, FOT eq. 13, SPECIAL eq. 10)."""
+    return _mean(a[-1])
+
+
+def ft(a: np.ndarray) -> float | None:
+    """FT of FedProTIP eq. 16: (1/T) sum_{k<T} (max_{k <= i <= T-1} a[i, k] - a[T, k]).
+
+    From the best since the task was learned, and divided by T although it has T - 1 terms (the last task counts
+    as a 0), so it is (T-1)/T of the same thing averaged over the earlier tasks.
+    """
+    drops = _drops_from_best(a)
+    return _mean(drops, over=drops.size + 1)
+
+
+def fgt(a: np.ndarray) -> float | None:
+    """FGT of FOT eq. 13: (1/(T-1)) sum_{k<T} (a[k, k] - a[T, k]).
+
+    From right after learning, not from the best: a task that improved later and fell back counts for less.
+    """
+    return _mean(right_after(a)[:-1] - a[-1, :-1])
+
+
+def bwt(a: np.ndarray) -> float | None:
+    """BWT of SPECIAL eq. 10 (after Lin et al. 2022): (1/(T-1)) sum_{k<T} (a[T, k] - a[k, k]).
+
+    Exactly -FGT: forgetting is negative, a later task that helps an earlier one is positive.
+    """
+    return _mean(a[-1, :-1] - right_after(a)[:-1])
+
+
+def af(a: np.ndarray) -> float | None:
+    """AF of STAMP eq. 44: (1/(T-1)) sum_{k<T} max_{1 <= t <= T-1} (a[t, k] - a[T, k]).
+
+    The maximum runs over all rows but the last, those before the task was learned too. A task that cannot be answered
+    before it is learned (the head has no outputs for its classes) has no such rows; then AF is T/(T-1) times FT.
+    """
+    if len(a) < 3:
+        return None
+    learned = np.tri(len(a), a.shape[1], k=-1, dtype=bool)
+    answered = np.where(np.isnan(a) & ~learned, -np.inf, a)
+    return _mean(answered[1:-1, :-1].max(axis=0) - a[-1, :-1])
+
+
+def pd(a: np.ndarray) -> float | None:
+    """PD of PIP (table 2): mean accuracy after the first task minus mean accuracy after the last.
+
+    Not forgetting alone: it is also large where later tasks are harder, or never learned.
+    """
+    curve = accuracy_curve(a)
+    return _mean(curve[:1] - curve[-1:]) if curve.size > 1 else None
+
+
+def avg(a: np.ndarray) -> float | None:
+    """Avg of PIP (table 2): mean over t = 1..T of the mean accuracy on the tasks learned so far."""
+    return _mean(accuracy_curve(a))
+
+
+def learning_acc(a: np.ndarray) -> float | None:
+    """Mean accuracy on each task right after learning it: (1/T) sum_k a[k, k]. Belongs beside every forgetting."""
+    return _mean(right_after(a))
+
+
+def forward(a: np.ndarray) -> float | None:
+    """Forward transfer: (1/(T-1)) sum_{k>1} (a[k-1, k] - a[0, k]) (Lopez-Paz & Ranzato 2017, FWT).
+
+    What earlier tasks give to one not yet learned, against the untrained model. Where the head has no outputs for
+    unseen classes, it is undefined if the task is known, and 0 if all seen classes compete.
+    """
+    return _mean(np.diagonal(a)[1:] - a[0, 1:])
+
+
+def worst_drop(a: np.ndarray) -> float | None:
+    """The largest of the T - 1 drops in FT: from a task's best since it was learned to the end."""
+    return _largest(_drops_from_best(a))
+
+
+def worst_acc(a: np.ndarray) -> float | None:
+    """Accuracy on the worst task after the last one: min_k a[T, k]."""
+    return _smallest(a[-1])
+
+
+def client_acc(accuracies: np.ndarray) -> float | None:
+    """Mean over the clients [clients] of each one's final accuracy; every client counts the same."""
+    return _mean(np.sort(accuracies))
+
+
+def worst_client_acc(accuracies: np.ndarray) -> float | None:
+    """Final accuracy of the client [clients] that is served worst."""
+    return _smallest(accuracies)
+
+
+OF_MATRIX: dict[str, Callable[[np.ndarray], float | None]] = {
+    metric.__name__: metric for metric in (acc, ft, fgt, bwt, af, pd, avg, learning_acc, forward, worst_drop, worst_acc)
+}
+OF_CLIENTS: dict[str, Callable[[np.ndarray], float | None]] = {
+    metric.__name__: metric for metric in (client_acc, worst_client_acc)
+}
+
+
+def summary(table: pl.DataFrame) -> dict[str, dict[str, float | None]]:
+    """Every metric of every reading in the table, None where it is undefined."""
+    present = set(table["reading"])
+    readings = [r for r in READINGS if r in present] + sorted(present.difference(READINGS))
+    return {reading: _of_reading(table, reading) for reading in readings}
+
+
+def right_after(a: np.ndarray) -> np.ndarray:
+    """Accuracy on each task right after learning it [T]: the diagonal a[k, k]."""
+    return np.diagonal(a[1:])
+
+
+def _of_reading(table: pl.DataFrame, reading: str) -> dict[str, float | None]:
+    a, clients = matrix(table, reading), client_accuracies(table, reading)
+    return {name: of(a) for name, of in OF_MATRIX.items()} | {name: of(clients) for name, of in OF_CLIENTS.items()}
+
+
+def _tasks(table: pl.DataFrame) -> int:
+    """T: how many tasks the table knows, learned or not."""
+    return table.select(pl.max_horizontal(pl.max("task") + 1, pl.max("after"))).item() or 0
+
+
+def _measured(table: pl.DataFrame, reading: str) -> pl.DataFrame:
+    rows = table.filter(pl.col("reading") == reading, pl.col("total") > 0)
+    return rows.with_columns((pl.col("correct") / pl.col("total")).alias("accuracy"))
+
+
+def _drops_from_best(a: np.ndarray) -> np.ndarray:
+    """For each task but the last [T - 1], its best accuracy since it was learned minus the final one."""
+    return np.array([a[k + 1 : -1, k].max() - a[-1, k] for k in range(a.shape[1] - 1)])
+
+
+def _mean(values: np.ndarray, over: int | None = None) -> float | None:
+    return float(values.sum() / (over or values.size)) if _complete(values) else None
+
+
+def _largest(values: np.ndarray) -> float | None:
+    return float(values.max()) if _complete(values) else None
+
+
+def _smallest(values: np.ndarray) -> float | None:
+    return float(values.min()) if _complete(values) else None
+
+
+def _complete(values: np.ndarray) -> bool:
+    return values.size > 0 and not np.isnan(values).any()

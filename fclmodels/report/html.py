@@ -1,0 +1,253 @@
+"""One self-contained HTML page from run folders: no network, no script, the same bytes from the same runs."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from fclmodels.metrics import accuracy_curve
+from fclmodels.report import words
+from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
+from fclmodels.report.runs import Group, Run, grouped, read_runs
+from fclmodels.report.tables import COSTS, compare, ledger, readings, spread
+
+HERE = Path(__file__).parent
+LOSS_POINTS = 120  # a loss curve is averaged down to this many
+DENSE = 12  # matrices of more tasks show colours only
+
+
+def write_page(folders: Sequence[Path | str], path: Path) -> None:
+    """The page as a file; an old one stays whole until the new one is."""
+    text = page(folders)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.write_text(text, "utf-8")
+    os.replace(half, path)
+
+
+def page(folders: Sequence[Path | str]) -> str:
+    """The HTML text that compares the runs in these folders."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"percent": percent, "size": size, "duration": duration}
+    return environment.get_template("page.html.j2").render(_content(grouped(read_runs(folders))))
+
+
+def percent(share: float) -> str:
+    """Percent with one decimal and a real minus sign."""
+    return f"{round(100 * share, 1) + 0.0:.1f}".replace("-", "−")
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}" if count else "0"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds up to two minutes, minutes up to two hours, then hours."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _content(groups: Sequence[Group]) -> dict[str, Any]:
+    runs = [run for group in groups for run in group.runs]
+    comparison = compare(groups)
+    common, differing = _settings(groups)
+    same_facts, own_facts = _provenance(runs)
+    return {
+        "words": words,
+        "groups": groups,
+        "runs": runs,
+        "facts": _facts(runs, common),
+        "notes": _notes(groups),
+        "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
+        "curves": [_curve(groups, reading) for reading in readings(groups)],
+        "matrices": [[_matrix(group, reading) for reading in readings([group])] for group in groups],
+        "dense": DENSE,
+        "costs": _costs(groups),
+        "stages": _stages(groups),
+        "losses": _losses(groups),
+        "ledgers": [_ledger(group) for group in groups],
+        "common": common,
+        "differing": differing,
+        "same_facts": same_facts,
+        "own_facts": own_facts,
+    }
+
+
+def _facts(runs: Sequence[Run], common: dict[str, str]) -> list[str]:
+    """One line that says what was compared on what, as far as all runs agree."""
+    tasks = {run.tasks for run in runs}
+    shown = {
+        "data.source": "{}",
+        "stream.kind": "{}",
+        "partition.kind": "{} partition",
+        "partition.clients": "{} clients",
+    }
+    facts = [f"{len(runs)} runs" if len(runs) > 1 else "1 run"]
+    facts += [f"{n} tasks" if n > 1 else "1 task" for n in tasks if len(tasks) == 1]
+    return facts + [form.format(common[name]) for name, form in shown.items() if name in common]
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader must know before comparing."""
+    runs = [run for group in groups for run in group.runs]
+    notes = []
+    splits = len({str(run.result.digests.get("splits")) for run in runs})
+    if splits > 1:
+        notes.append(f"Made on {splits} different data splits: compare methods only where each was run on all of them.")
+    if len({frozenset(run.result.seed for run in group.runs) for group in groups}) > 1:
+        notes.append("The methods were not run with the same seeds.")
+    if any(len(group.runs) == 1 for group in groups):
+        single = ", ".join(group.label for group in groups if len(group.runs) == 1)
+        notes.append(f"Only one seed of {single}: no standard deviation, and differences may be chance.")
+    versions = [run.result.versions for run in runs]
+    names = sorted({name for of in versions for name in of})
+    changed = [name for name in names if len({str(of.get(name)) for of in versions}) > 1]
+    if changed:
+        notes.append(f"The runs were made with different versions of {', '.join(changed)}.")
+    return notes
+
+
+def _table(comparison: pl.DataFrame, groups: Sequence[Group], reading: str) -> dict[str, Any]:
+    rows = comparison.filter(pl.col("reading") == reading).to_dicts()
+    by_label = {group.label: (index, group) for index, group in enumerate(groups)}
+    for row in rows:
+        row["index"], group = by_label[row["method"]]
+        row["reference"] = group.reference
+    best = {name: _best(rows, name) for name in words.ACCURACY if name != "forward"}
+    return {"words": words.reading(reading), "rows": rows, "best": best}
+
+
+def _best(rows: Sequence[dict[str, Any]], name: str) -> str | None:
+    """The highest mean of the federated methods as it is printed, unless all have the same."""
+    values = {percent(row[name]): row[name] for row in rows if row[name] is not None and not row["reference"]}
+    return max(values, key=values.__getitem__) if len(values) > 1 else None
+
+
+def _curve(groups: Sequence[Group], reading: str) -> Chart:
+    series = []
+    for index, group in enumerate(groups):
+        curves = [100 * accuracy_curve(run.matrices[reading]) for run in group.runs if reading in run.matrices]
+        if curves:
+            values = [
+                spread([None if np.isnan(y) else float(y) for y in column]) for column in zip(*curves, strict=True)
+            ]
+            learned = range(1, len(values) + 1)
+            series.append(Series(index, group.label, learned, [mean for mean, _ in values], [std for _, std in values]))
+    title = words.reading(reading).title
+    return line_chart(title, series, "tasks learned", "accuracy on tasks learned, %", [0, 20, 40, 60, 80, 100])
+
+
+def _losses(groups: Sequence[Group]) -> list[Chart]:
+    """Training loss over all rounds, thinned to LOSS_POINTS; a chart a method, as their losses differ in kind."""
+    lines = [_loss(index, group) for index, group in enumerate(groups)]
+    known = [
+        mean + (std or 0) for line in lines for mean, std in zip(line.mean, line.std, strict=True) if mean is not None
+    ]
+    y_ticks = ticks_above(max(known, default=0))
+    charts = [
+        line_chart(line.label, [line], "round, over all tasks", "mean loss of the clients", y_ticks) for line in lines
+    ]
+    return [chart for chart, line in zip(charts, lines, strict=True) if any(mean is not None for mean in line.mean)]
+
+
+def _loss(index: int, group: Group) -> Series:
+    rounds = pl.concat([run.rounds.with_columns(run=pl.lit(i)) for i, run in enumerate(group.runs)])
+    width = max(1, -(-rounds.height // len(group.runs) // LOSS_POINTS))
+    of_run = rounds.group_by(pl.col("step") // width, "run").agg(pl.mean("loss"), (pl.mean("step") + 1).alias("round"))
+    points = of_run.group_by("step").agg(pl.mean("round"), pl.mean("loss"), pl.std("loss").alias("std"))
+    points = points.sort("step").fill_nan(None)
+    return Series(index, group.label, points["round"].to_list(), points["loss"].to_list(), points["std"].to_list())
+
+
+def _matrix(group: Group, reading: str) -> dict[str, Any]:
+    """Mean accuracy and spread over seeds in each cell; rows (tasks learned) that were not measured are left out."""
+    stack = np.stack([run.matrices[reading] for run in group.runs if reading in run.matrices])
+    rows = [
+        (t, [_cell(stack[:, t, task]) for task in range(stack.shape[2])])
+        for t in range(stack.shape[1])
+        if not np.isnan(stack[:, t]).all()
+    ]
+    return {"title": words.reading(reading).title, "seeds": len(stack), "tasks": stack.shape[2], "rows": rows}
+
+
+def _cell(accuracies: np.ndarray) -> dict[str, float | None]:
+    mean, std = spread([None if np.isnan(value) else float(value) for value in accuracies])
+    return {"mean": mean, "std": std}
+
+
+def _costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Costs of a run with their spread, and each as a share of the largest in its column pair, for the bars."""
+    rows: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        values = {name: spread([getattr(run.result, name) for run in group.runs]) for name in COSTS}
+        rounds = spread([run.rounds.height for run in group.runs])[0]
+        rows.append({"index": index, "group": group, "rounds": rounds, **values})
+    most_bytes = max((row[name][0] or 0 for row in rows for name in ("bytes_up", "bytes_down")), default=0)
+    most_seconds = max((row["seconds"][0] or 0 for row in rows), default=0)
+    for row in rows:
+        largest = {"bytes_up": most_bytes, "bytes_down": most_bytes, "seconds": most_seconds}
+        row["share"] = {name: (row[name][0] or 0) / top if top else 0 for name, top in largest.items()}
+    return rows
+
+
+def _stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
+    """Mean seconds of each timed stage, a column for each group."""
+
+    def of(run: Run, name: str) -> float | None:
+        value = run.result.timings.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.result.timings)
+    rows = [(name, [spread([of(run, name) for run in group.runs])[0] for group in groups]) for name in names]
+    return [row for row in rows if any(value is not None for value in row[1])]
+
+
+def _ledger(group: Group) -> list[dict[str, Any]]:
+    parts = ledger(group).to_dicts()
+    for part in parts:
+        part["when"] = ", ".join(["each round"] * part["in_rounds"] + ["end of task"] * part["at_end"])
+    return parts
+
+
+def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Settings that all runs share, and those that differ: the latter with their values in each group."""
+    runs = [run for group in groups for run in group.runs]
+    names = sorted({name for run in runs for name in run.settings})
+    common = {n: runs[0].settings.get(n, "") for n in names if len({run.settings.get(n) for run in runs}) == 1}
+    differing = {
+        name: [", ".join(dict.fromkeys(run.settings.get(name, "–") for run in group.runs)) for group in groups]
+        for name in names
+        if name not in common
+    }
+    return common, differing
+
+
+def _provenance(runs: Sequence[Run]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Versions and digests that all runs share, and those that differ, run by run."""
+
+    def facts(run: Run) -> dict[str, str]:
+        digests = {f"{name} digest": str(digest)[:12] for name, digest in run.result.digests.items()}
+        return digests | {name: str(version) for name, version in run.result.versions.items()}
+
+    of = [facts(run) for run in runs]
+    names = dict.fromkeys(name for one in of for name in one)
+    values = {name: [one.get(name, "–") for one in of] for name in names}
+    same = {name: column[0] for name, column in values.items() if len(set(column)) == 1}
+    return same, {name: column for name, column in values.items() if name not in same}

@@ -1,0 +1,66 @@
+"""What the page says about readings and metrics: short enough for a table head, honest enough for a caption."""
+
+from typing import NamedTuple
+
+
+class Words(NamedTuple):
+    title: str
+    meaning: str
+
+
+class Metric(NamedTuple):
+    title: str
+    better: str  # ↑ more is better, ↓ less is better
+    meaning: str
+
+
+_BATCH = "the same, but test batches hold one task each, as in some papers' code: a batch gives its task away."
+
+READINGS = {
+    "task_aware": Words("Task-aware", "the task of each test sample is given; only its classes compete."),
+    "task_agnostic": Words("Task-agnostic", "the task is not given; all classes seen so far compete."),
+    "task_predicted": Words(
+        "Task predicted",
+        "the task is not given; the method predicts it for each sample, then that task's classes compete. "
+        "The same as task-agnostic for a method that predicts none.",
+    ),
+    "paper_task_aware": Words("Task-aware, paper protocol", _BATCH),
+    "paper_task_agnostic": Words("Task-agnostic, paper protocol", _BATCH),
+    "paper_task_predicted": Words("Task predicted, paper protocol", _BATCH),
+}
+
+METRICS = {
+    "acc": Metric("ACC", "↑", "mean accuracy over all tasks after the last one (FedProTIP eq. 16, FOT eq. 13)."),
+    "learning_acc": Metric("Just learned", "↑", "mean accuracy on each task right after it was learned."),
+    "avg": Metric("Avg", "↑", "mean over the whole sequence of the accuracy on the tasks learned so far (PIP)."),
+    "forward": Metric(
+        "Forward",
+        "↑",
+        "forward transfer: accuracy on each task just before it is learned, minus the untrained model's. "
+        "Undefined or 0 where the head has no outputs yet for unseen classes.",
+    ),
+    "worst_acc": Metric("Worst task", "↑", "final accuracy on the worst task."),
+    "client_acc": Metric("Client mean", "↑", "mean over clients of each one's final accuracy on the tasks it has."),
+    "worst_client_acc": Metric("Worst client", "↑", "final accuracy of the client that is served worst."),
+    "ft": Metric("FT", "↓", "mean drop from a task's best since learned, divided by all T tasks (FedProTIP eq. 16)."),
+    "fgt": Metric("FGT", "↓", "mean drop from right after learning, over the T − 1 earlier tasks (FOT eq. 13)."),
+    "bwt": Metric("BWT", "↑", "backward transfer, the same with the other sign (SPECIAL eq. 10): BWT = −FGT."),
+    "af": Metric("AF", "↓", "mean drop from a task's best at any time, even before it was learned (STAMP eq. 44)."),
+    "pd": Metric(
+        "PD",
+        "↓",
+        "mean accuracy after the first task minus that after the last (PIP). Harder later tasks raise it too.",
+    ),
+    "worst_drop": Metric("Worst drop", "↓", "largest drop of a single task from its best since learned."),
+}
+
+ACCURACY = ("acc", "avg", "worst_acc", "client_acc", "worst_client_acc", "forward")
+FORGETTING = ("learning_acc", "acc", "ft", "fgt", "bwt", "af", "pd", "worst_drop")  # never without the first
+
+DIRECTIONS = {"up": "left the client", "down": "came to it", "kept": "stays with it"}
+
+LEAST = {"sum": "only the sum", "each": "each client's own", "-": "–"}
+
+
+def reading(name: str) -> Words:
+    return READINGS.get(name, Words(name, "a reading that this version does not know."))
