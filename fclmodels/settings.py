@@ -98,7 +98,7 @@ class OptimizerSettings(Settings):
 
 def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[0] > pair[1]:
-        raise ValueError("must be ascending")
+        raise ValueError("the smaller share must come first.")
     return pair
 
 

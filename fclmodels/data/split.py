@@ -1,0 +1,185 @@
+"""Prepared data + a stream + a partition -> the manifest: who sees which sample, in which task, for what.
+
+Test rows are cut first and go their own way: nothing that is decided for train and val rows depends on them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from fclmodels.data import statistics
+from fclmodels.data.partitions.base import Partition
+from fclmodels.data.partitions.dealing import Given, deal
+from fclmodels.data.partitions.held_out import cut_test, cut_val, units_of
+from fclmodels.data.prepare import Prepared
+from fclmodels.data.streams.base import Layout, Pool, Samples, Stream
+from fclmodels.errors import UserError
+
+FORMAT = 1
+SPLITS = ("train", "val", "test")
+FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
+SCHEMA = pl.Schema(
+    {
+        "sample": pl.UInt32,
+        "label": pl.Int32,
+        "domain": pl.Int16,
+        "task": pl.Int16,
+        "client": pl.Int32,
+        "split": pl.String,
+    }
+)
+
+
+def split(prepared_folder: Path, stream: Stream, partition: Partition, out_folder: Path) -> Path:
+    """Write the manifest, stream.json and the statistics; old ones stay until all is there."""
+    out_folder = Path(out_folder)
+    prepared = Prepared.open(prepared_folder)
+    layout, manifest = arrange(prepared, stream, partition)
+    facts = _facts(prepared, stream, layout, partition.settings.clients)
+    facts["digest"] = _digest(manifest, facts)
+    facts["prepared"] = os.path.relpath(Path(prepared_folder).resolve(), out_folder.resolve())
+    table = statistics.table(manifest)
+    with _replacing(out_folder) as folder:
+        manifest.write_parquet(folder / "manifest.parquet")
+        table.write_csv(folder / "statistics.csv")
+        _write_json(folder / "statistics.json", statistics.summary(table, partition.settings.clients))
+        _write_json(folder / "stream.json", facts)
+    return out_folder
+
+
+def arrange(prepared: Prepared, stream: Stream, partition: Partition) -> tuple[Layout, pl.DataFrame]:
+    """The tasks, and the manifest: one row for each sample that a client has in a task."""
+    units = units_of(prepared.samples["group"].cast(pl.Int64).fill_null(-1).to_numpy())
+    samples = _samples(prepared, units, partition)
+    layout = stream.layout(samples, partition.settings.clients)
+    unofficial = prepared.samples["official"].is_null().to_numpy()
+    for pool in layout.pools:
+        _refuse_gaps(pool, samples, unofficial, partition.settings.test)
+    train, test = deal(layout, samples, partition)
+    labels, share, generator = samples.labels[train.samples], partition.settings.val, partition.generator("val")
+    val = cut_val(train.clients, train.tasks, labels, units[train.samples], share, generator)
+    kinds = np.concatenate([val.astype(int), np.full(len(test.samples), SPLITS.index("test"))])
+    return layout, _manifest(samples, layout, Given.concatenate([train, test]), kinds)
+
+
+def _samples(prepared: Prepared, units: np.ndarray, partition: Partition) -> Samples:
+    """The prepared table with its test rows: the official ones, and a share of what has no official split."""
+    table, meta = prepared.samples, prepared.meta
+    labels, domains = table["label"].to_numpy(), table["domain"].to_numpy()
+    test = (table["official"] == "test").fill_null(False).to_numpy().copy()
+    free = np.flatnonzero(table["official"].is_null().to_numpy())
+    strata = labels[free].astype(np.int64) * len(meta.domains) + domains[free]
+    test[free] = cut_test(strata, units[free], partition.settings.test, partition.generator("test"))
+    return Samples(labels, domains, test, meta.classes, meta.domains, meta.own_label_spaces)
+
+
+def _refuse_gaps(pool: Pool, samples: Samples, unofficial: np.ndarray, share: float) -> None:
+    """A pool has test samples, each class of it train samples and, where we cut the test share, test samples too."""
+    k = len(samples.classes)
+    labels, test = samples.labels[pool.rows], samples.test[pool.rows]
+    trained, tested = (np.bincount(labels[half], minlength=k) for half in (~test, test))
+    cut = np.bincount(labels[unofficial[pool.rows]], minlength=k) > 0
+    wanted = tested > 0
+    wanted[list(pool.classes)] = (pool.task_of >= 0).any(axis=0)
+    for c in np.flatnonzero(wanted & ((trained == 0) | (cut & (tested == 0)))):
+        where, kind = f"{samples.classes[c]} in {pool.name}", "train" if trained[c] == 0 else "test"
+        if cut[c]:
+            right = f"Use a {'smaller' if kind == 'train' else 'larger'} share, or add samples."
+            total = trained[c] + tested[c]
+            raise UserError(f"partition.test: {share} of the {total} samples of {where} leaves none to {kind}. {right}")
+        raise UserError(f"data: {where} has no training samples. Add some to the source, or leave the class out.")
+    if not tested.any():
+        raise UserError(f"data: {pool.name} has no test samples. Add some to the source's test split.")
+
+
+def _manifest(samples: Samples, layout: Layout, given: Given, kind: np.ndarray) -> pl.DataFrame:
+    """Rows sorted by task, client, split, sample; labels count classes in the order in which tasks bring them."""
+    label_of = np.full(len(samples.classes), -1)
+    seen = _classes_seen(layout)
+    label_of[seen] = np.arange(len(seen))
+    columns = {
+        "sample": given.samples,
+        "label": label_of[samples.labels[given.samples]],
+        "domain": samples.domains[given.samples],
+        "task": given.tasks,
+        "client": given.clients,
+        "split": pl.Series(SPLITS).gather(kind),
+    }
+    return pl.DataFrame(columns).cast(SCHEMA).sort("task", "client", "split", "sample")
+
+
+def _classes_seen(layout: Layout) -> list[int]:
+    """The source's number of each label."""
+    return list(dict.fromkeys(c for task in layout.tasks for c in task.classes))
+
+
+def _facts(prepared: Prepared, stream: Stream, layout: Layout, clients: int) -> dict[str, Any]:
+    """What stream.json says, but for the digest and the place of the prepared data."""
+    meta, seen = prepared.meta, _classes_seen(layout)
+    label_of = {c: label for label, c in enumerate(seen)}
+    tasks = [
+        {
+            "name": task.name,
+            "classes": [label_of[c] for c in task.classes],
+            "permutation": task.permutation,
+            "classes_by_client": None
+            if task.classes_by_client is None
+            else {str(client): [label_of[c] for c in own] for client, own in task.classes_by_client.items()},
+        }
+        for task in layout.tasks
+    ]
+    return {
+        "format": FORMAT,
+        "kind": stream.name,
+        "tasks": tasks,
+        "classes": [meta.classes[c] for c in seen],
+        "domains": list(meta.domains),
+        "clients": clients,
+        "shape": list(meta.shape),
+        "mean": list(meta.mean),
+        "std": list(meta.std),
+        "head": stream.head,
+        "prepared_digest": meta.digest,
+    }
+
+
+def _digest(manifest: pl.DataFrame, facts: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's values and the facts, whatever their files' formats."""
+    state = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for column in manifest.with_columns(pl.col("split").replace_strict(SPLITS, range(3), return_dtype=pl.Int8)):
+        state.update(column.to_numpy().tobytes())
+    return state.hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder beside this one whose files take the places of the old ones when the block ends well.
+
+    Splits are read by way of stream.json, so it goes first and comes last: they are there whole or not at all.
+    """
+    folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file. Name a folder for the splits.")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        folder.mkdir(exist_ok=True)
+        (folder / FILES[-1]).unlink(missing_ok=True)
+        for name in FILES:
+            os.replace(partial / name, folder / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

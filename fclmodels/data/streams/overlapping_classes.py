@@ -1,0 +1,82 @@
+"""Overlapping classes: neighbouring tasks share some classes (FedProTIP D.6).
+
+Task t takes `classes_per_task` classes from position t * (classes_per_task - overlap) on, so T tasks use
+classes_per_task + (T - 1) * (classes_per_task - overlap): CIFAR-100 makes 11 tasks of 10 that overlap by one,
+14 tasks of 9 that overlap by two.
+"""
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fclmodels.data.streams.base import Layout, Samples, Stream, Task, same_for_all, title
+from fclmodels.data.streams.class_incremental import ORDERS, Order, ordered
+from fclmodels.errors import UserError
+from fclmodels.settings import StreamSettings
+
+
+class OverlappingClasses(Stream):
+    """tasks are groups of classes, neighbours share some"""
+
+    name = "overlapping-classes"
+
+    class Settings(StreamSettings):
+        tasks: PositiveInt | None = Field(None, description="number of tasks; none: as many as use every class")
+        classes_per_task: PositiveInt = Field(4, description="classes a task")
+        overlap: NonNegativeInt = Field(1, description="classes that a task shares with the one before")
+        class_order: Order = Field("given", description=ORDERS)
+        samples: Literal["split", "repeated"] = Field(
+            "split", description="samples of a class in several tasks: split evenly among them, or all in each"
+        )
+
+    settings: Settings
+
+    def layout(self, samples: Samples, clients: int) -> Layout:
+        s = self.settings
+        groups = self._groups(samples.classes)
+        rows = [samples.of_classes(group) for group in groups]
+        if s.samples == "split":
+            task_of = self._task_of_each(samples, groups)
+            rows = [part[task_of[part] == t] for t, part in enumerate(rows)]
+        tasks = [Task(title([samples.classes[c] for c in group]), group) for group in groups]
+        return same_for_all(tasks, rows, clients)
+
+    def _groups(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+        s = self.settings
+        order = ordered(names, s.class_order, self.generator("class order"))
+        count = number_of_tasks(len(names), s.classes_per_task, s.overlap, s.tasks)
+        starts = range(0, count * (s.classes_per_task - s.overlap), s.classes_per_task - s.overlap)
+        return [tuple(order[start : start + s.classes_per_task]) for start in starts]
+
+    def _task_of_each(self, samples: Samples, groups: list[tuple[int, ...]]) -> np.ndarray:
+        """The one task of each sample [N]: a class's train samples go evenly to its tasks, so do its test samples."""
+        task_of = np.full(len(samples.labels), -1)
+        for c in {c for group in groups for c in group}:
+            tasks = [t for t, group in enumerate(groups) if c in group]
+            for test in (False, True):
+                rows = np.flatnonzero((samples.labels == c) & (samples.test == test))
+                task_of[self.generator("tasks of", c, int(test)).permutation(rows)] = np.resize(tasks, len(rows))
+        return task_of
+
+
+def number_of_tasks(classes: int, per_task: int, overlap: int, tasks: int | None) -> int:
+    """T with per_task + (T - 1) * (per_task - overlap) = classes, or the wanted number where so many fit."""
+    if overlap >= per_task:
+        raise UserError(
+            f"stream.overlap: {per_task} classes a task cannot overlap by {overlap}. Use {per_task - 1} or less."
+        )
+    fitting, left = divmod(classes - overlap, per_task - overlap)
+    if fitting < 1 or (tasks or 1) > fitting:
+        need = per_task + ((tasks or 1) - 1) * (per_task - overlap)
+        right = f"stream.tasks: {fitting}" if fitting else f"stream.classes_per_task: {classes}"
+        raise UserError(
+            f"stream: {tasks or 1} tasks of {per_task} classes that overlap by {overlap} need {need} classes, "
+            f"the source has {classes}. Use {right} or less."
+        )
+    if tasks is None and left:
+        raise UserError(
+            f"stream: tasks of {per_task} classes that overlap by {overlap} leave {left} of {classes} classes over. "
+            f"Set stream.tasks: {fitting} to do without them, or change classes_per_task or overlap."
+        )
+    return tasks or fitting

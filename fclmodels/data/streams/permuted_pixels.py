@@ -1,0 +1,42 @@
+"""Permuted pixels (PMNIST): the same samples in every task, their pixels in another fixed order.
+
+FOT sec. 5 says that each task is permuted; its release, like the protocol's first users, leaves the first as
+it is, which is the default here. A client keeps its images over the tasks where it takes part in all.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from fclmodels.data.streams.base import Layout, Samples, Stream, Task, same_for_all
+from fclmodels.data.streams.domain_incremental import learned_classes
+from fclmodels.randomness import seed_of
+from fclmodels.settings import StreamSettings
+
+
+class PermutedPixels(Stream):
+    """tasks are the same images under different orders of their pixels"""
+
+    name = "permuted-pixels"
+
+    class Settings(StreamSettings):
+        tasks: PositiveInt = Field(10, description="number of tasks")
+        first_task: Literal["original", "permuted"] = Field(
+            "original", description="pixels of the first task: as they are, or permuted like the others"
+        )
+
+    settings: Settings
+
+    def layout(self, samples: Samples, clients: int) -> Layout:
+        rows = np.arange(len(samples.labels))
+        classes = learned_classes(samples, rows)
+        tasks = [Task(f"permutation {t}", classes, self._permutation(t)) for t in range(self.settings.tasks)]
+        layout = same_for_all(tasks, [rows] * len(tasks), clients)
+        return replace(layout, pools=tuple(replace(pool, key=0) for pool in layout.pools))
+
+    def _permutation(self, task: int) -> int | None:
+        if task == 0 and self.settings.first_task == "original":
+            return None
+        return seed_of("stream", self.settings.seed, "permutation", task)
