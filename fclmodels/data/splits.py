@@ -6,7 +6,7 @@ The Parquet manifest is the single source of truth; images stay memory-mapped in
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,11 @@ class Rows:
 
     def take(self, places: np.ndarray) -> "Rows":
         return Rows(self.samples[places], self.labels[places], self.tasks[places], self.clients[places])
+
+    def as_those_of(self, client: int, classes: Sequence[int]) -> "Rows":
+        """The rows of these classes, given to a client."""
+        mine = self.take(np.flatnonzero(np.isin(self.labels, classes)))
+        return replace(mine, clients=np.full_like(mine.clients, client))
 
     @staticmethod
     def concatenate(parts: Sequence["Rows"]) -> "Rows":
@@ -97,6 +102,19 @@ class Splits:
             spans = [groups[client]] if client in groups else []
         span = (spans[0][0], spans[-1][1]) if spans else (0, 0)
         return Rows(*(column[slice(*span)] for column in self._columns))
+
+    def test_rows(self, task: int, client: int | None = None) -> Rows:
+        """The test rows that one client, or all of them, are judged by.
+
+        Rows that clients share have client -1. In a limitless pool a client is judged by those of its own classes.
+        """
+        shared = self.rows(task, "test", -1)
+        classes = self.tasks[task].classes_by_client
+        if classes is not None and len(shared):
+            judged = classes if client is None else [client]
+            return Rows.concatenate([shared.as_those_of(one, classes[one]) for one in judged if one in classes])
+        own = self.rows(task, "test", client)
+        return own if client is None else Rows.concatenate([own, shared])
 
     def clients_with(self, task: int, split: str = "train") -> tuple[int, ...]:
         """The clients that have rows of this task."""

@@ -42,7 +42,7 @@ READINGS = HONEST + PAPER
 def evaluate(method: "Method", server: Server) -> pl.DataFrame:
     """The long accuracy table (schema above) of a model that is the same for all clients."""
     run = method.run
-    rows = [run.splits.rows(task.index, "test") for task in run.splits.tasks]
+    rows = [run.splits.test_rows(task.index) for task in run.splits.tasks]
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
     return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone)
 
@@ -50,10 +50,7 @@ def evaluate(method: "Method", server: Server) -> pl.DataFrame:
 def evaluate_on_client(method: "Method", client: Client, payload: Payload) -> Reply:
     """The same on one client, of its own model and on its own test rows (all clients' where they share them)."""
     run = method.run
-    rows = [
-        Rows.concatenate([run.splits.rows(task.index, "test", owner) for owner in (client.index, -1)])
-        for task in run.splits.tasks
-    ]
+    rows = [run.splits.test_rows(task.index, client.index) for task in run.splits.tasks]
     server = Server(run.spec(client.task + 1), payload["weights"].tensors, client.task)
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
     table = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)
