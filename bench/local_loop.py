@@ -87,7 +87,9 @@ def make_splits(work: Work, folder: Path) -> Splits:
 # The bare loop: tensors in memory, one model, no round log, no messages, no checkpoint.
 
 
-def bare_clients(network: Network, data: list[tuple[torch.Tensor, torch.Tensor]], start: dict, batch: int, total: dict) -> None:
+def bare_clients(
+    network: Network, data: list[tuple[torch.Tensor, torch.Tensor]], start: dict, batch: int, total: dict
+) -> None:
     """Train each client from `start` and add its weights, times its samples, to `total`."""
     for inputs, labels in data:
         network.load_state_dict(start)
@@ -127,7 +129,9 @@ def bare_serial(work: Work, splits: Splits, spec: ModelSpec) -> Iterator[None]:
         yield
 
 
-def bare_worker(folder: str, spec: ModelSpec, clients: range, batch: int, weights: dict, total: dict, todo, done) -> None:  # noqa: ANN001
+def bare_worker(
+    folder: str, spec: ModelSpec, clients: range, batch: int, weights: dict, total: dict, todo, done
+) -> None:
     malloc.tune()
     torch.set_num_threads(1)
     network, data = skeleton(spec), client_data(Splits.open(Path(folder)), clients)
@@ -168,7 +172,7 @@ def bare_processes(work: Work, splits: Splits, spec: ModelSpec) -> Iterator[None
             queue.put(False)
 
 
-# This project: the round loop as it is, with messages, ledger, log and a checkpoint after each round.
+# This project: the round loop as it is, with messages, ledger, log and checkpoints as often as by default.
 
 
 def our_rounds(run: Run, executor_of: Callable, folder: Path) -> Iterator[None]:
@@ -179,7 +183,8 @@ def our_rounds(run: Run, executor_of: Callable, folder: Path) -> Iterator[None]:
     try:
         while True:
             position = one_round(method, position, 0, executor, checkpoints, Listener())
-            checkpoints.commit(position)
+            if checkpoints.age >= run.params.federation.checkpoint_seconds:
+                checkpoints.commit(position)
             yield
     finally:
         executor.close()

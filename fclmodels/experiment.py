@@ -66,7 +66,13 @@ class Step:
 
 class Experiment:
     def __init__(
-        self, params: Params, method: str, seed: int, splits: Splits, home: Path = Path(".fcl"), listener: Listener | None = None
+        self,
+        params: Params,
+        method: str,
+        seed: int,
+        splits: Splits,
+        home: Path = Path(".fcl"),
+        listener: Listener | None = None,
     ) -> None:
         kind = plugins.find("method", method)
         self.params = params
@@ -106,6 +112,7 @@ class Experiment:
 
     def run(self, folder: Path) -> dict[str, Any]:
         """Every step that is not done yet, in turn, then the run folder; returns what result.json says."""
+        run_folder.refuse_foreign(Path(folder))
         outcomes = []
 
         def outcome_of(stage: Stage, state: str | None, task: int) -> Outcome:
@@ -224,7 +231,7 @@ class Experiment:
         settings = reading.effective(self.params, type(self.method).name)
         for block in ("data", "stream", "partition", "evaluation", "device"):
             del settings[block]
-        for free in ("rounds", "executor", "workers", "threads", "checkpoint_every"):
+        for free in ("rounds", "executor", "workers", "threads", "checkpoint_seconds"):
             del settings["federation"][free]
         backbone = plugins.find("backbone", self.params.model.backbone)
         weights = self.params.model.weights

@@ -8,7 +8,9 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 ROOT = "fclmodels"
@@ -42,24 +44,35 @@ def _imports(name: str) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module
+            )
             names += [base or "", *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(n for n in names if n.split(".")[0] == ROOT and _exists(n))
 
 
 @functools.cache
 def _path(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
+    spec = _spec(name)
     assert spec is not None and spec.origin is not None, name
     return Path(spec.origin)
 
 
 def _exists(name: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ModuleNotFoundError, AttributeError):
-        return False
+    spec = _spec(name)
     return spec is not None and spec.origin is not None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Where a module is; unlike importlib.util.find_spec it imports no parent on the way."""
+    parent = name.rpartition(".")[0]
+    if name in sys.modules or not parent:
+        return importlib.util.find_spec(name)
+    package = _spec(parent)
+    locations = package.submodule_search_locations if package else None
+    return PathFinder.find_spec(name, locations) if locations else None
 
 
 def _source(name: str) -> bytes:

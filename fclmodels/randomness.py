@@ -5,6 +5,7 @@ the executor, nor on the order of clients, nor on an interruption.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,8 +14,7 @@ import torch
 
 def seed_of(*key: int | str) -> int:
     """63 bits that this key alone determines."""
-    text = "/".join(f"{type(part).__name__}:{part}" for part in key)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+    return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8]) >> 1
 
 
 def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:

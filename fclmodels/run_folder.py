@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from fclmodels import state
+from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.metrics import summary
 
@@ -24,6 +25,7 @@ PACKAGES = ("fclflow", "torch", "numpy", "polars", "safetensors")
 
 def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
     """Write the whole folder beside its place, then put it there; returns what result.json says."""
+    refuse_foreign(folder)
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -33,6 +35,16 @@ def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -
         return result
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """A run folder takes the place of an older one, never of anything else."""
+    if (
+        folder.exists()
+        and not (folder / "result.json").exists()
+        and not (folder.is_dir() and not any(folder.iterdir()))
+    ):
+        raise UserError(f"{folder} is no run folder. Name one that is new or empty, or that an earlier run wrote.")
 
 
 def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
@@ -70,7 +82,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "seconds": sum(outcome["seconds"] for outcome in outcomes),
         "timings": {
-            stage: sum(o["seconds"] for o in outcomes if o["stage"] == stage) for stage in ("begin", "learn", "conclude", "evaluate")
+            stage: sum(o["seconds"] for o in outcomes if o["stage"] == stage)
+            for stage in ("begin", "learn", "conclude", "evaluate")
         },
         **_bytes(tables["ledger"]),
     }
@@ -91,7 +104,8 @@ def _digest(outcomes: "list[Outcome]", name: str) -> str:
 def _bytes(ledger: pl.DataFrame) -> dict[str, int]:
     """Bytes over the whole run, both ways, and what the clients hold at its end."""
     travelled = {
-        f"bytes_{direction}": int(ledger.filter(pl.col("direction") == direction)["bytes"].sum()) for direction in ("up", "down")
+        f"bytes_{direction}": int(ledger.filter(pl.col("direction") == direction)["bytes"].sum())
+        for direction in ("up", "down")
     }
     kept = ledger.filter(pl.col("direction") == "kept").group_by("client", maintain_order=True).last()
     return {**travelled, "bytes_kept": int(kept["bytes"].sum())}

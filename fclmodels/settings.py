@@ -11,7 +11,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from fclmodels.errors import UserError
 from fclmodels.plugins import all_of
@@ -86,7 +95,9 @@ class FederationSettings(Settings):
     threads: PositiveInt | Literal["auto"] = Field(
         1, description="torch threads of the serial executor or of each worker; enters every cache key"
     )
-    checkpoint_every: PositiveInt = Field(1, description="rounds between checkpoints")
+    checkpoint_seconds: NonNegativeFloat = Field(
+        5.0, description="least time between checkpoints of a task's rounds; 0: after every round"
+    )
 
 
 class OptimizerSettings(Settings):

@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,17 @@ def flatten(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
             tensors[path] = node
             return {"tensor": path}
         if isinstance(node, dict):
-            return {"dict": {key: walk(value, f"{path}/{key}") for key, value in node.items()}}
+            return {"dict": {key: walk(value, f"{path}/{_escaped(key)}") for key, value in node.items()}}
         if isinstance(node, list | tuple):
             return {"list": [walk(value, f"{path}/{i}") for i, value in enumerate(node)]}
         return {"json": node}
 
     return walk(tree, ""), tensors
+
+
+def _escaped(key: str) -> str:
+    """A key as one part of a path, so that no two tensors have the same path (as in JSON pointers, RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def unflatten(skeleton: Tree, tensor: Callable[[str], Tensor]) -> Tree:
@@ -47,7 +53,11 @@ def unflatten(skeleton: Tree, tensor: Callable[[str], Tensor]) -> Tree:
         return {key: unflatten(node, tensor) for key, node in value.items()}
     if kind == "list":
         return [unflatten(node, tensor) for node in value]
-    return tensor(value) if kind == "tensor" else value
+    if kind == "tensor":
+        return tensor(value)
+    if kind == "json":
+        return value
+    raise ValueError(f"{kind} is no kind of node")
 
 
 def digest(tree: Tree) -> str:
@@ -63,7 +73,7 @@ def digest(tree: Tree) -> str:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def save(tree: Tree, path: Path) -> None:
@@ -81,33 +91,30 @@ def load(path: Path, device: torch.device | str = "cpu") -> Tree:
         with safe_open(path, framework="pt", device=str(device)) as file:
             content = json.loads((file.metadata() or {})["fclflow"])
             if content["format"] != FORMAT:
-                raise UserError(f"{path}: format {content['format']}, this version reads {FORMAT}. Delete it to have it made again.")
+                raise UserError(
+                    f"{path}: format {content['format']}, this version reads {FORMAT}. Delete it to have it made again."
+                )
             return unflatten(content["tree"], file.get_tensor)
-    except (SafetensorError, KeyError, ValueError, OSError) as problem:
+    except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, RecursionError, OSError) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Delete it to have it made again.") from problem
 
 
-class replacing:
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends well, and goes when it does not."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-
-    def __enter__(self) -> Path:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        os.close(handle)
-        self.temporary = Path(name)
-        return self.temporary
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None:
-            self.temporary.unlink(missing_ok=True)
-            return
-        with open(self.temporary, "rb") as file:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        self.temporary.chmod(0o644)
-        os.replace(self.temporary, self.path)
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Tree) -> None:

@@ -15,7 +15,6 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.state import Tree
 
-
 _REMEDY = "Delete it and run the same command again: it is made anew."
 
 
@@ -67,8 +66,11 @@ class Store:
         path = self.root / "done" / f"{key}.json"
         if not path.exists():
             return None
-        outcome = json.loads(path.read_text())
-        return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
+        try:
+            outcome = json.loads(path.read_text())
+            return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
+        except (ValueError, LookupError, TypeError) as problem:
+            raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem
 
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()

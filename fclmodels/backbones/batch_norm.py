@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Policy = Literal["average", "local", "batch", "frozen"]
+# Where each task begins anew there is nothing from earlier tasks to keep or to freeze.
+FromScratch = Literal["average", "batch"]
 
 
 def drop_statistics(network: nn.Module) -> None:

@@ -75,7 +75,9 @@ def _permutations(splits: Splits, device: torch.device) -> Tensor | None:
     pixels = splits.shape[1] * splits.shape[2]
     identity = torch.arange(pixels)
     rows = [
-        identity if task.permutation is None else torch.randperm(pixels, generator=generator("pixels", task.permutation))
+        identity
+        if task.permutation is None
+        else torch.randperm(pixels, generator=generator("pixels", task.permutation))
         for task in splits.tasks
     ]
     return torch.stack(rows).to(device)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -71,7 +72,7 @@ class Splits:
         self.shape: tuple[int, int, int] = tuple(facts["shape"])
         self.mean: tuple[float, ...] = tuple(facts["mean"])
         self.std: tuple[float, ...] = tuple(facts["std"])
-        self.head: str = facts["head"]
+        self.head: Literal["growing", "per-task"] = facts["head"]
         self.kind: str = facts["kind"]
         self.digest: str = facts["digest"]
         self.prepared_digest: str = facts["prepared_digest"]
@@ -82,16 +83,18 @@ class Splits:
     @classmethod
     def open(cls, folder: Path) -> "Splits":
         folder = Path(folder)
+        for file in (folder / "stream.json", folder / "manifest.parquet"):
+            if not file.exists():
+                raise UserError(f"{file} is missing. Make the splits first: fcl prepare && fcl partition.")
         try:
             facts = json.loads((folder / "stream.json").read_text())
             manifest = pl.read_parquet(folder / "manifest.parquet")
-        except FileNotFoundError as problem:
-            raise UserError(f"{problem.filename} is missing. Make the splits first: fcl prepare && fcl partition.") from problem
-        except (ValueError, pl.exceptions.PolarsError) as problem:
-            raise UserError(f"{folder} cannot be read ({problem}). Make it again: fcl partition.") from problem
-        if facts.get("format") != FORMAT:
-            raise UserError(f"{folder} has format {facts.get('format')}, this version reads {FORMAT}. Make it again: fcl partition.")
-        return cls(folder, facts, manifest, _images(folder, facts))
+            if facts["format"] != FORMAT:
+                raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
+            return cls(folder, facts, manifest, _images(folder, facts, int(manifest["sample"].to_numpy().max())))
+        except (ValueError, LookupError, TypeError, pl.exceptions.PolarsError) as problem:
+            reason = str(problem).partition("\n")[0]
+            raise UserError(f"{folder} cannot be read ({reason}). Make it again: fcl partition.") from problem
 
     def rows(self, task: int, split: str, client: int | None = None) -> Rows:
         """Rows of one task and split: of one client, or of all of them."""
@@ -123,7 +126,9 @@ class Splits:
     @functools.cached_property
     def _columns(self) -> tuple[np.ndarray, ...]:
         table = self._order
-        return tuple(table[name].cast(pl.Int64).to_numpy(writable=True) for name in ("sample", "label", "task", "client"))
+        return tuple(
+            table[name].cast(pl.Int64).to_numpy(writable=True) for name in ("sample", "label", "task", "client")
+        )
 
     def _first_and_last_row_of_each_group(self) -> dict[tuple[int, str], dict[int, tuple[int, int]]]:
         sizes = self._order.group_by("task", "split", "client", maintain_order=True).len()
@@ -146,15 +151,20 @@ def _task(index: int, facts: dict) -> Task:
     )
 
 
-def _images(folder: Path, facts: dict) -> Tensor:
+def _images(folder: Path, facts: dict, last: int) -> Tensor:
     """The prepared images, memory-mapped: a sample is read from disk when a batch holds it."""
     prepared = Path(facts["prepared"])
     path = (prepared if prepared.is_absolute() else folder / prepared) / "images.npy"
     try:
         meta = json.loads((path.parent / "meta.json").read_text())
         images = np.load(path, mmap_mode="c")
-    except (OSError, ValueError) as problem:
+        digest = meta["digest"]
+    except (OSError, ValueError, LookupError) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Make it again: fcl prepare.") from problem
-    if meta["digest"] != facts["prepared_digest"]:
+    if digest != facts["prepared_digest"]:
         raise UserError(f"{folder} was split from other data than {path.parent} holds. Make it again: fcl partition.")
+    if images.dtype != np.uint8 or images.shape[1:] != tuple(facts["shape"]) or len(images) <= last:
+        raise UserError(
+            f"{path} holds {images.dtype} {images.shape}, which does not fit its splits. Make it again: fcl prepare."
+        )
     return torch.from_numpy(images)

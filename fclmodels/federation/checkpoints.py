@@ -3,9 +3,11 @@
 `commit.json` is replaced in one step and names all the rest, so a kill at any moment leaves the last commit whole.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
+
+NAMED = {"round", "server", "digest", "memories", "logs"}
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,22 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._committed_at = time.monotonic()
         self.memories = folder / "memories"
         self.memories.mkdir(parents=True, exist_ok=True)
-        self._lock = open(folder / "lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder} is in use by another run of the same experiment. Wait for it, or stop it.") from None
-        self._commit = self._read()
-        lengths = self._commit["logs"] if self._commit else {}
-        self.rounds = Log(folder / "rounds.jsonl", lengths.get("rounds", 0))
-        self.ledger = Log(folder / "ledger.jsonl", lengths.get("ledger", 0))
+        with contextlib.ExitStack() as opened:
+            lock = opened.enter_context(open(folder / "lock", "w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{folder} is in use by another run of the same experiment. Wait for it, or stop it."
+                ) from None
+            self._commit = self._read()
+            lengths = self._commit["logs"] if self._commit else {"rounds": 0, "ledger": 0}
+            self.rounds = opened.enter_context(contextlib.closing(Log(folder / "rounds.jsonl", lengths["rounds"])))
+            self.ledger = opened.enter_context(contextlib.closing(Log(folder / "ledger.jsonl", lengths["ledger"])))
+            self._opened = opened.pop_all()
 
     def latest(self) -> Position | None:
         """The last position that was committed."""
@@ -51,7 +60,7 @@ class Checkpoints:
                 f"{self.folder / self._commit['server']} does not match its digest (changed or cut short). "
                 f"Delete {self.folder} to train this task from its start."
             )
-        memories = {int(client): Path(file) for client, file in self._commit["memories"].items()}
+        memories = {int(client): self.folder / file for client, file in self._commit["memories"].items()}
         return Position(Server.from_tree(tree), memories, self._commit["round"])
 
     def commit(self, position: Position) -> None:
@@ -62,32 +71,41 @@ class Checkpoints:
             "round": position.round,
             "server": name,
             "digest": state.digest(tree),
-            "memories": {str(client): str(file) for client, file in position.memories.items()},
+            "memories": {str(client): os.path.relpath(file, self.folder) for client, file in position.memories.items()},
             "logs": {"rounds": self.rounds.flush(), "ledger": self.ledger.flush()},
         }
         state.write_json(self.folder / "commit.json", self._commit)
+        self._committed_at = time.monotonic()
         self._drop_what_is_not_named()
 
+    @property
+    def age(self) -> float:
+        """Seconds since the last commit, or since these were opened."""
+        return time.monotonic() - self._committed_at
+
     def close(self) -> None:
-        self.rounds.close()
-        self.ledger.close()
-        self._lock.close()
+        self._opened.close()
 
     def _read(self) -> dict | None:
         path = self.folder / "commit.json"
         try:
-            return json.loads(path.read_text())
+            commit = json.loads(path.read_text())
+            if commit.keys() != NAMED:
+                raise ValueError(f"it must hold {', '.join(sorted(NAMED))}")
+            return commit
         except FileNotFoundError:
             return None
-        except ValueError as problem:
-            raise UserError(f"{path} cannot be read ({problem}). Delete {self.folder} to train this task from its start.") from problem
+        except (ValueError, AttributeError) as problem:
+            raise UserError(
+                f"{path} cannot be read ({problem}). Delete {self.folder} to train this task from its start."
+            ) from problem
 
     def _drop_what_is_not_named(self) -> None:
         assert self._commit is not None
-        named = {os.path.abspath(file) for file in self._commit["memories"].values()}
+        named = {os.path.abspath(self.folder / file) for file in self._commit["memories"].values()}
         for file in self.memories.iterdir():
             if os.path.abspath(file) not in named:
-                file.unlink()
+                file.unlink(missing_ok=True)
         for file in self.folder.glob("server-*.safetensors"):
             if file.name != self._commit["server"]:
                 file.unlink()

@@ -35,7 +35,7 @@ class Choice:
 def choose(method: "Method", folder: Path, key: str) -> Choice:
     """The settings where they decide, else the choice that was kept under this key, else a new measurement."""
     federation = method.run.params.federation
-    workers = federation.workers or len(os.sched_getaffinity(0))
+    workers = federation.workers or cores()
     if federation.executor != "auto" and federation.threads != "auto":
         return Choice(federation.executor, workers, federation.threads)
     path = folder / f"{key}.json"
@@ -49,12 +49,18 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
 def candidates(method: "Method", workers: int) -> list[Choice]:
     """Executors and threads that the settings leave open; on a GPU clients run one after another."""
     federation = method.run.params.federation
-    cores = len(os.sched_getaffinity(0))
-    threads = {"serial": [1, cores], "processes": [1]} if federation.threads == "auto" else None
     kinds = ["serial", "processes"] if federation.executor == "auto" else [federation.executor]
     if method.run.device.type != "cpu" and federation.executor == "auto":
         kinds = ["serial"]
-    return [Choice(kind, workers, t) for kind in kinds for t in (threads[kind] if threads else [federation.threads])]
+    if federation.threads != "auto":
+        return [Choice(kind, workers, federation.threads) for kind in kinds]
+    threads = {"serial": {1, cores()}, "processes": {1}}
+    return [Choice(kind, workers, count) for kind in kinds for count in sorted(threads[kind])]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def predicted_seconds(method: "Method", choice: Choice) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fclmodels.federation.checkpoints import Checkpoints
-from fclmodels.federation.executor import Executor, Job
+from fclmodels.federation.executor import Executor, Job, largest_first
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.replies import Replies
@@ -47,7 +47,9 @@ class Cohort:
     ) -> Replies:
         """Send the payload to the clients and gather their replies."""
         job = Job(question, self.task, round, payload, self.scratch)
-        replies = Replies(clients, self.spool / f"{job.question}{job.round}")
+        replies = Replies(
+            largest_first(self.executor.method, self.task, clients), self.spool / f"{job.question}{job.round}"
+        )
         self.ledger.sent(job, replies.clients)
         for done, answer in enumerate(self.executor.run(job, replies.clients, self.memories), start=1):
             replies.add(answer.client, answer.reply)

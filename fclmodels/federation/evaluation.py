@@ -26,14 +26,16 @@ from fclmodels.randomness import generator
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
 
-SCHEMA = {
-    "reading": pl.String,
-    "after": pl.Int16,
-    "task": pl.Int16,
-    "client": pl.Int32,
-    "correct": pl.Int64,
-    "total": pl.Int64,
-}
+SCHEMA = pl.Schema(
+    {
+        "reading": pl.String,
+        "after": pl.Int16,
+        "task": pl.Int16,
+        "client": pl.Int32,
+        "correct": pl.Int64,
+        "total": pl.Int64,
+    }
+)
 HONEST = ("task_aware", "task_agnostic", "task_predicted")
 PAPER = ("paper_task_aware", "paper_task_agnostic", "paper_task_predicted")
 READINGS = HONEST + PAPER
@@ -69,7 +71,8 @@ def read(
     if alone:
         passes += [(PAPER, task) for task in rows[:learned]]
     tables = [_count(run, predict, columns, part, readings) for readings, part in passes if len(part)]
-    return pl.concat(tables).with_columns(after=pl.lit(learned, pl.Int16)).select(*SCHEMA).cast(SCHEMA)
+    counted = [table.with_columns(after=pl.lit(learned, pl.Int16)).select(*SCHEMA).cast(SCHEMA) for table in tables]
+    return pl.concat([pl.DataFrame(schema=SCHEMA), *counted])
 
 
 @torch.inference_mode()
@@ -90,15 +93,15 @@ def _count(
             correct[reading, places] = (columns.labels[answer] == batch.labels).cpu().numpy()
     known = masks.any(1)[mask_of_row].cpu().numpy()
     tables = []
-    for reading, right in zip(readings, correct, strict=True):
+    for name, right in zip(readings, correct, strict=True):
         table = pl.DataFrame({"task": rows.tasks, "client": rows.clients, "correct": right})
         # A task none of whose classes has a column yet cannot be answered when the task is given: no row, not 0.
-        table = table.filter(pl.Series(known)) if reading.endswith("aware") else table
+        table = table.filter(pl.Series(known)) if name.endswith("aware") else table
         counts = (pl.col("correct").sum().cast(pl.Int64), pl.len().cast(pl.Int64).alias("total"))
         of_all = table.group_by("task").agg(pl.lit(None, pl.Int64).alias("client"), *counts)
         of_each = table.filter(pl.col("client") >= 0).group_by("task", "client").agg(*counts)
         both = pl.concat([of_all.select("task", "client", "correct", "total"), of_each])
-        tables.append(both.sort("client", "task").with_columns(reading=pl.lit(reading)))
+        tables.append(both.sort("client", "task").with_columns(reading=pl.lit(name)))
     return pl.concat(tables)
 
 
@@ -132,17 +135,25 @@ def encode(table: pl.DataFrame, client: int) -> Tensor:
     of_all = table.filter(pl.col("client").is_null()).with_columns(
         reading=pl.col("reading").replace_strict({name: i for i, name in enumerate(READINGS)})
     )
-    return torch.from_numpy(of_all.select("reading", "after", "task", "correct", "total").cast(pl.Int64).to_numpy().copy())
+    return torch.from_numpy(
+        of_all.select("reading", "after", "task", "correct", "total").cast(pl.Int64).to_numpy().copy()
+    )
 
 
 def gather(tables: dict[int, Tensor]) -> pl.DataFrame:
     """The long accuracy table from what clients counted: theirs, and their sums."""
     frames = [
-        pl.DataFrame(table.numpy(), schema=["reading", "after", "task", "correct", "total"]).with_columns(client=pl.lit(client))
+        pl.DataFrame(table.numpy(), schema=["reading", "after", "task", "correct", "total"]).with_columns(
+            client=pl.lit(client)
+        )
         for client, table in tables.items()
     ]
-    each = pl.concat(frames).with_columns(reading=pl.col("reading").replace_strict(dict(enumerate(READINGS)), return_dtype=pl.String))
+    each = pl.concat(frames).with_columns(
+        reading=pl.col("reading").replace_strict(dict(enumerate(READINGS)), return_dtype=pl.String)
+    )
     of_all = each.group_by("reading", "after", "task").agg(
         pl.col("correct").sum(), pl.col("total").sum(), client=pl.lit(None, pl.Int32)
     )
-    return pl.concat([of_all.select(*SCHEMA).cast(SCHEMA), each.select(*SCHEMA).cast(SCHEMA)]).sort("reading", "client", "task")
+    return pl.concat([of_all.select(*SCHEMA).cast(SCHEMA), each.select(*SCHEMA).cast(SCHEMA)]).sort(
+        "reading", "client", "task"
+    )

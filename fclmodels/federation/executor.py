@@ -49,8 +49,10 @@ class Answer:
 
 
 class Executor(Protocol):
+    method: "Method"
+
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
-        """Answers as they come, in any order; an answer's tensors are valid until the next one is taken."""
+        """Clients begin in this order and answer in any; an answer's tensors are valid until the next one is taken."""
         ...
 
     def close(self) -> None: ...
@@ -70,6 +72,11 @@ class Serial:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[int, ...]:
+    """In the order of their number of rows, so that no worker begins with much when the others are at the end."""
+    return tuple(sorted(clients, key=lambda client: (-len(method.rows(task, client)), client)))
 
 
 def perform(method: "Method", job: Job, index: int, memory_file: Path | None) -> Answer:

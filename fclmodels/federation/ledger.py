@@ -42,7 +42,9 @@ class Ledger:
             self.bytes_up += part.bytes
             self._write(job.task, job.round, [answer.client], "up", name, part.kind, part.least, part.bytes)
         if answer.memory is not None:
-            self._write(job.task, job.round, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size)
+            self._write(
+                job.task, job.round, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size
+            )
 
     def pooled(self, task: int, sizes: dict[int, int]) -> None:
         """Raw samples that left their clients before a task's first round."""
@@ -57,4 +59,6 @@ class Ledger:
 def ledger_table(log: Log) -> pl.DataFrame:
     """One row for each (exchange, client, direction, part), in an order that does not depend on who answered first."""
     table = pl.DataFrame(log.rows(), schema={**SCHEMA, "client": pl.List(pl.Int32)})
-    return table.explode("client").sort("task", "round", "client", "direction", "part", maintain_order=True)
+    return table.explode("client").sort(
+        "task", pl.col("round").abs(), "client", "direction", "part", maintain_order=True
+    )

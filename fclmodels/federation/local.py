@@ -58,6 +58,11 @@ class LocalTraining:
             self._take(before, self.method.step(self, self._since(before)))
         return loss.detach()
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """After the backward pass, by name; what the loss does not reach has none."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
     def update(self) -> dict[str, Tensor]:
         """How far training has moved each trainable parameter."""
         return self._since(self.start)
@@ -74,8 +79,8 @@ class LocalTraining:
 
 
 def make_optimiser(settings: OptimizerSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    common = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    lr, decay = settings.lr, settings.weight_decay
     if settings.kind == "sgd":
-        return torch.optim.SGD(parameters, momentum=settings.momentum, **common)
+        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay, fused=True)
     kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
-    return kind(parameters, **common)
+    return kind(parameters, lr, weight_decay=decay, fused=True)

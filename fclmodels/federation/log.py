@@ -4,13 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fclmodels.errors import UserError
+
 
 class Log:
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")
+        if self._file.tell() < length:
+            self._file.close()
+            raise UserError(f"{path} was cut short. Delete {path.parent} to train this task from its start.")
         self._file.truncate(length)
+        self._file.seek(length)
 
     def append(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row).encode() + b"\n")

@@ -44,11 +44,15 @@ class Processes:
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
         size = self.payload.write(parts_to_tree(job.payload))
         message = {
-            "job": {"question": job.question, "task": job.task, "round": job.round, "scratch": str(job.scratch.absolute())},
+            "job": {
+                "question": job.question,
+                "task": job.task,
+                "round": job.round,
+                "scratch": str(job.scratch.absolute()),
+            },
             "size": size,
         }
         orders = [{"client": c, "memory": str(memories[c].absolute()) if c in memories else None} for c in clients]
-        orders.sort(key=lambda order: -len(self.method.rows(job.task, order["client"])))
         deaths: dict[int, int] = {}
         with selectors.DefaultSelector() as selector:
             busy = 0

@@ -1,7 +1,7 @@
 """The answers of a round's clients: summed as they arrive, or spooled where the server needs each.
 
-Sums run along a fixed binary tree over the clients in order of their ids, so that they do not depend on who
-answers first, and only about log2(n) partial sums exist at any time.
+Sums run along a fixed binary tree over the clients in the order in which they are asked, so that they do not depend
+on who answers first, and only about log2(n) partial sums exist at any time: answers come nearly in that order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Replies:
     """Re-iterable answers of the clients of one exchange, by part."""
 
     def __init__(self, clients: Sequence[int], spool: Path) -> None:
-        self.clients = tuple(sorted(clients))
+        self.clients = tuple(clients)
         self.spool = spool
         self.facts: dict[int, dict[str, float]] = {}
         self._place = {client: index for index, client in enumerate(self.clients)}
@@ -81,16 +81,14 @@ class Replies:
 
     def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
         """(client, tensors) in order of ids, read from the spool one at a time; for parts declared `each`."""
-        for client in self.clients:
+        for client in sorted(self.clients):
             yield client, state.load(self._file(part, client))
 
     @property
     def loss(self) -> float:
         """Mean training loss over samples, for the log."""
-        samples = sum(fact["samples"] for fact in self.facts.values())
-        return sum(fact["loss"] * fact["samples"] for fact in self.facts.values()) / max(samples, 1)
+        facts = [self.facts[client] for client in sorted(self.clients)]
+        return sum(fact["loss"] * fact["samples"] for fact in facts) / max(sum(fact["samples"] for fact in facts), 1)
 
     def _file(self, part: str, client: int) -> Path:
         return self.spool / f"{part}-{client}.safetensors"
-
-

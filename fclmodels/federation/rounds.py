@@ -46,7 +46,7 @@ def learn(
     listener.task_started(task, rounds)
     while position.round < rounds:
         position = one_round(method, position, task, executor, checkpoints, listener)
-        if position.round % method.run.params.federation.checkpoint_every == 0 or position.round == rounds:
+        if position.round == rounds or checkpoints.age >= method.run.params.federation.checkpoint_seconds:
             checkpoints.commit(position)
     return position
 

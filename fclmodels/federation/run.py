@@ -23,7 +23,9 @@ class Run:
     @classmethod
     def on(cls, params: Params, splits: Splits, seed: int) -> "Run":
         device = choose_device(params.device)
-        return cls(params, splits, seed, device, Batches(splits, params.augment, device))
+        run = cls(params, splits, seed, device, Batches(splits, params.augment, device))
+        run.rounds(0)  # a list of the wrong length is refused before any work
+        return run
 
     def generator(self, *purpose: int | str) -> torch.Generator:
         """A CPU generator for this seed and purpose, such as ("init",) or ("batches", task, round, client)."""
@@ -63,5 +65,3 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device: {name} is not there: torch {torch.__version__} sees no GPU. Use device: auto.")
     return device
-
-

@@ -29,6 +29,7 @@ Predictor = Callable[[Tensor], Prediction]
 
 
 class Method:
+    name: ClassVar[str]
     paper: ClassVar[str]
 
     class Settings(BaseSettings):

@@ -34,7 +34,8 @@ class FedAvg(Method):
 
     class Settings(BaseSettings):
         batch_norm: Policy = Field(
-            "average", description="running statistics: averaged, kept by each client, none (batch), or frozen after task 1"
+            "average",
+            description="running statistics: averaged, kept by each client, none (batch), or frozen after task 1",
         )
 
     settings: Settings
@@ -61,7 +62,9 @@ class FedAvg(Method):
         total = replies.sum("weight")["weight"].item()
         share = self.run.server_lr(server.task) / total
         update = replies.sum("update")
-        moved = {name: weights.add(update[name], alpha=share) for name, weights in server.weights.items() if name in update}
+        moved = {
+            name: weights.add(update[name], alpha=share) for name, weights in server.weights.items() if name in update
+        }
         return replace(server, weights={**server.weights, **moved})
 
     def predictor(self, server: Server) -> Predictor:

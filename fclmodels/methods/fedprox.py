@@ -23,5 +23,5 @@ class FedProx(FedAvg):
 
     @torch.no_grad()
     def gradient(self, training: LocalTraining) -> None:
-        for name, parameter in training.parameters.items():
-            parameter.grad.add_(parameter - training.start[name], alpha=self.settings.mu)
+        for name, gradient in training.gradients.items():
+            gradient.add_(training.parameters[name] - training.start[name], alpha=self.settings.mu)

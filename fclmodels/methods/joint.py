@@ -8,8 +8,10 @@ federation cost together.
 from dataclasses import replace
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor, nn
 
+from fclmodels.backbones.batch_norm import FromScratch
 from fclmodels.backbones.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits import Rows
@@ -25,7 +27,7 @@ class Joint(FedAvg):
     paper = "none: an upper reference"
 
     class Settings(FedAvg.Settings):
-        pass
+        batch_norm: FromScratch = Field("average", description="running statistics: averaged, or none (batch)")
 
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)

@@ -7,8 +7,10 @@ model answers; when it is not, the highest logit over all models does.
 from dataclasses import replace
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from fclmodels.backbones.batch_norm import FromScratch
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Predictor
@@ -22,7 +24,7 @@ class SingleTask(FedAvg):
     paper = "none: an upper reference"
 
     class Settings(FedAvg.Settings):
-        pass
+        batch_norm: FromScratch = Field("average", description="running statistics: averaged, or none (batch)")
 
     def start_task(self, server: Server, task: int) -> Server:
         earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []

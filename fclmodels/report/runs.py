@@ -46,7 +46,7 @@ TABLES = {
 }
 
 # Settings that say how a run was made, not what it computes: they do not tell experiments apart.
-NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_every")
+NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds")
 
 
 class Result(BaseModel):
