@@ -1,0 +1,61 @@
+# Needs Python 3.11 or newer, make and git. Everything that is written stays in this folder.
+
+VENV := .venv
+READY := $(VENV)/.ready
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	$$name -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$name && break; done)
+DAILY := not slow and not realdata and not browser
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Prefect's and MLflow's own variables are set by fcl (flows/environment.py).
+export XDG_CACHE_HOME := $(CURDIR)/.fcl/cache
+export DO_NOT_TRACK := true
+export DVC_NO_ANALYTICS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo ui report test test-slow test-all lint bench clean
+.NOTPARALLEL:
+
+help:  ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY)  ## .venv with the pinned packages (the others do this by themselves)
+
+demo: $(READY)  ## run the pipeline of params.yaml and compare the methods
+	dvc repro
+	fcl compare
+	@echo 'The report is report/index.html; "make ui" opens MLflow.'
+
+ui: $(READY)  ## MLflow's pages on 127.0.0.1
+	fcl ui
+
+report: $(READY)  ## write report/index.html anew
+	fcl report
+
+test: $(READY)  ## the suite of every day
+	pytest -m '$(DAILY)'
+
+test-slow: $(READY)  ## the rest: real tools, faults, real data, pages in a browser
+	pytest -m 'not ($(DAILY))' --timeout 600
+
+test-all: test test-slow  ## both
+
+lint: $(READY)  ## ruff, mypy and the import contracts
+	ruff check
+	ruff format --check
+	mypy
+	lint-imports
+
+bench: $(READY)  ## the local loop against bare PyTorch
+	python bench/local_loop.py
+
+clean:  ## caches and build files; data, runs and .venv stay
+	rm -rf .fcl build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'fclflow needs Python 3.11 or newer with its venv module; none was found.' >&2; exit 1; }
+	@echo 'Setting up $(VENV) with $(PYTHON): about two minutes, once.'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,dev]'
+	@touch $@

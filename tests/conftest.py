@@ -1,0 +1,76 @@
+"""What every test stands on: an environment of its own, and no way out to the network."""
+
+import ipaddress
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Prefect and MLflow read their environment when they are imported, so it is set before any test module is.
+HOME = tempfile.TemporaryDirectory(prefix="fclflow-tests-", ignore_cleanup_errors=True)
+os.environ |= {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_HOME": f"{HOME.name}/prefect",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_LOGGING_TO_API_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_TRACKING_URI": f"sqlite:///{HOME.name}/mlflow.db",
+    "DVC_NO_ANALYTICS": "1",
+    "DVC_GLOBAL_CONFIG_DIR": f"{HOME.name}/dvc",
+    "DVC_SYSTEM_CONFIG_DIR": f"{HOME.name}/dvc",
+    "DVC_SITE_CACHE_DIR": f"{HOME.name}/dvc",
+    "XDG_CACHE_HOME": f"{HOME.name}/cache",
+    "MPLCONFIGDIR": f"{HOME.name}/matplotlib",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_AUTHOR_NAME": "test",
+    "GIT_AUTHOR_EMAIL": "test@localhost",
+    "GIT_COMMITTER_NAME": "test",
+    "GIT_COMMITTER_EMAIL": "test@localhost",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "FCL_SERVER_IDLE_SECONDS": "5",
+}
+for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"):
+    os.environ.pop(name, None)
+
+settings.register_profile("fclflow", deadline=None, derandomize=True)
+settings.load_profile("fclflow")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stay_on_this_machine() -> Iterator[None]:
+    """A test that asks for another machine's name or address fails, whatever catches its exceptions."""
+    resolve, connect = socket.getaddrinfo, socket.socket.connect
+
+    def resolve_here(host: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_others(host)
+        return resolve(host, *args, **kwargs)
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            refuse_others(address[0])
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolve_here)
+        patch.setattr(socket.socket, "connect", connect_here)
+        yield
+
+
+def refuse_others(host: str | bytes | None) -> None:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name in (None, "", "localhost", "0.0.0.0", "::", socket.gethostname()):
+        return
+    try:
+        here = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        here = False
+    if not here:
+        pytest.fail(f"reached out to {name}")
