@@ -223,7 +223,7 @@ class Experiment:
     def _state(self, step: Step) -> tuple[Server, dict[int, Path]]:
         assert step.state is not None
         tree = self.store.get(step.state)
-        memories = {int(client): self.store.path(digest) for client, digest in tree["memories"].items()}
+        memories = {int(client): self.store.checked(digest) for client, digest in tree["memories"].items()}
         return Server.from_tree(tree["server"]), memories
 
     def _what_all_steps_depend_on(self) -> Tree:

@@ -34,6 +34,11 @@ class Store:
             raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
         return tree
 
+    def checked(self, digest: str) -> Path:
+        """The file of a tree that still is what its name says."""
+        self.get(digest)
+        return self.path(digest)
+
     def adopt(self, file: Path) -> str:
         """Take in a tree that stands in a file already."""
         digest = state.digest(state.load(file))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fclmodels import state
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.executor import torch_threads
 
@@ -40,7 +41,10 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
         return Choice(federation.executor, workers, federation.threads)
     path = folder / f"{key}.json"
     if path.exists():
-        return Choice(**json.loads(path.read_text()))
+        try:
+            return Choice(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as problem:
+            raise UserError(f"{path} cannot be read ({problem}). Delete it to have it measured again.") from problem
     choice = min(candidates(method, workers), key=lambda candidate: predicted_seconds(method, candidate))
     state.write_json(path, asdict(choice))
     return choice
@@ -87,6 +91,7 @@ def seconds_a_batch(method: "Method", index: int, threads: int) -> float:
     rows = method.rows(0, index)
     rows = rows.take(np.arange(min(len(rows), MEASURED_BATCHES * federation.batch_size)))
     payload = method.payload(method.start_task(method.setup(), 0))
+    payload = {name: part.to(run.device) for name, part in payload.items()}
     with torch_threads(threads):
         for _ in range(2):
             started = time.perf_counter()

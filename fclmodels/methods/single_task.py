@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fclmodels.backbones.batch_norm import FromScratch
+from fclmodels.federation.networks import Networks
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Predictor
@@ -40,13 +41,10 @@ class SingleTask(FedAvg):
         return Columns(labels, owners)
 
     def predictor(self, server: Server) -> Predictor:
-        models = [*server.knowledge.get("models", []), server.weights]
+        models = enumerate([*server.knowledge.get("models", []), server.weights])
+        networks = [Networks(self.run.device, self.prepare).load(self.run.spec(t + 1), w).eval() for t, w in models]
 
         def predict(inputs: Tensor) -> Prediction:
-            logits = []
-            for task, weights in enumerate(models):
-                network = self.networks.load(self.run.spec(task + 1), weights).eval()
-                logits.append(network(inputs, task))
-            return Prediction(torch.cat(logits, dim=1))
+            return Prediction(torch.cat([network(inputs, task) for task, network in enumerate(networks)], dim=1))
 
         return predict

@@ -1,0 +1,250 @@
+"""The command `fcl`. Nothing heavy is imported before a command needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fclmodels.errors import UserError, did_you_mean
+from flows import terminal
+from flows.ending import end_well
+
+KINDS = {
+    "methods": "method",
+    "sources": "source",
+    "streams": "stream",
+    "partitions": "partition",
+    "backbones": "backbone",
+}
+EPILOG = "Exit codes: 0 done, 1 something failed, 2 a mistake in what was given, 130 stopped with Ctrl-C."
+
+app = typer.Typer(
+    name="fcl",
+    help="Federated continual learning as a workflow: data, experiments, comparison.",
+    epilog=EPILOG,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="the settings file")]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting to override; may be repeated")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print no progress")]
+PARAMS = Path("params.yaml")
+
+
+@app.callback(invoke_without_command=True)
+def fcl(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version and stop")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        print(f"fclflow {version_of('fclflow')}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the prepared data go")] = Path("data/prepared"),
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="the same as --set data.skip_bad=true")] = False,
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decode the data set once into arrays and a table."""
+    overrides = [*overrides, *["data.skip_bad=true"] * skip_bad]
+    meta = _start("prepare", "prepare", params, overrides, out=out)
+    if json:
+        terminal.show_json(meta)
+    else:
+        shape = " x ".join(map(str, meta["shape"]))
+        terminal.tell(
+            f"{out}: {meta['samples']} images of {shape}, {len(meta['classes'])} classes from {meta['source']}", quiet
+        )
+
+
+@app.command()
+def partition(
+    prepared: Annotated[Path, typer.Option(metavar="DIR", help="the prepared data")] = Path("data/prepared"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the splits go")] = Path("data/splits"),
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Give the prepared samples to tasks, clients and splits."""
+    statistics = _start("prepare", "partition", params, overrides, prepared=prepared, out=out)
+    if json:
+        terminal.show_json(statistics)
+    else:
+        samples = ", ".join(f"{count} {split}" for split, count in statistics["samples"].items())
+        terminal.tell(f"{out}: {statistics['tasks']} tasks, {statistics['clients']} clients, samples: {samples}", quiet)
+
+
+@app.command()
+def run(
+    method: Annotated[str, typer.Option("--method", "-m", help="see: fcl list methods")],
+    seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="seed of everything random in the run")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="the run folder [default: runs/METHOD-SEED]")] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train and evaluate one method with one seed over all tasks.
+
+    What was done before is not done again: a run that was stopped goes on from its last checkpoint.
+    """
+    from fclmodels import plugins
+
+    plugins.find("method", method)
+    out = out or Path("runs") / f"{method}-{seed}"
+    result = _start("experiment", "experiment", params, overrides, method=method, seed=seed, out=out, quiet=quiet)
+    if json:
+        terminal.show_json(result)
+    else:
+        shown = ("acc", "learning_acc", "ft", "avg", "worst_acc")
+        terminal.show(
+            [
+                {"reading": reading.replace("_", "-")}
+                | {n.replace("_", " "): terminal.percent(values[n]) for n in shown}
+                for reading, values in result["metrics"].items()
+            ],
+            as_json=False,
+        )
+        terminal.tell(
+            f"{out}: {result['seconds']:.1f} s of training and evaluation, {terminal.size(result['bytes_up'])} up",
+            quiet,
+        )
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
+    ] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Methods side by side: mean and standard deviation over seeds. Writes nothing."""
+    from fclmodels.report import comparison
+
+    table = comparison(runs or _runs(params, overrides)).to_dicts()
+    if json:
+        terminal.show_json(table)
+        return
+    shown = {"acc": "accuracy", "learning_acc": "right after", "ft": "forgetting"}
+    for reading in dict.fromkeys(row["reading"] for row in table):
+        rows = [
+            {"method": row["method"], "seeds": row["seeds"]}
+            | {title: terminal.percent(row[name], row[f"{name}_std"]) for name, title in shown.items()}
+            | {"sent up": terminal.size(row["bytes_up"]), "seconds": f"{row['seconds']:.1f}"}
+            for row in table
+            if row["reading"] == reading
+        ]
+        terminal.show(rows, as_json=False, title=f"{reading.replace('_', '-')}, in %")
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the report goes")] = Path("report"),
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    quiet: Quiet = False,
+) -> None:
+    """Write the report: one page, and the metrics and plots that DVC shows."""
+    from flows.launch import start
+
+    page = start("flows.compare", "compare", runs=runs or _runs(params, overrides), out=out)
+    terminal.tell(str(page), quiet)
+
+
+@app.command("params")
+def explain(
+    name: Annotated[str | None, typer.Argument(help="a block, a setting or a plugin [default: all]")] = None,
+    json: Json = False,
+) -> None:
+    """Explain the settings: type, default, meaning."""
+    from fclmodels.params import explain as settings
+
+    rows = [
+        {"setting": s.path, "of": ", ".join(s.kinds), "type": s.type, "default": s.default, "meaning": s.description}
+        for s in settings(name)
+    ]
+    terminal.show(rows, json)
+
+
+@app.command("list")
+def list_plugins(
+    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="what to list")],
+    json: Json = False,
+) -> None:
+    """List methods, sources, streams, partitions or backbones."""
+    from fclmodels import plugins
+
+    if kind not in KINDS:
+        raise UserError(f"{kind} cannot be listed. {did_you_mean(kind, KINDS)}")
+    found = plugins.all_of(KINDS[kind])
+    rows = [{"name": name, "what": (plugin.__doc__ or "").partition("\n")[0]} for name, plugin in found.items()]
+    terminal.show(rows, json)
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of MLflow's pages; 0: a free one")] = 0,
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Open MLflow's and Prefect's pages on 127.0.0.1 until Ctrl-C."""
+    from fclmodels.params import load
+    from flows.pages import serve
+
+    serve(load(params, overrides).tracking.uri, port)
+
+
+@app.command()
+def doctor(params: ParamsFile = PARAMS, overrides: Set = [], json: Json = False) -> None:  # noqa: B006
+    """Look at versions, threads, device, disk and servers."""
+    from fclmodels.params import load
+    from flows.doctor import findings
+
+    rows = list(findings(load(params, overrides).tracking.uri))
+    terminal.show(rows, json)
+    if any(row[""] == "PROBLEM" for row in rows):
+        raise typer.Exit(1)
+
+
+def _start(module: str, flow: str, params: Path, overrides: list[str], **arguments: Any) -> Any:
+    """A flow on these settings, which are read here once so that a mistake in them is told at once."""
+    from fclmodels.params import load
+
+    load(params, overrides)
+    from flows.launch import start
+
+    return start(f"flows.{module}", flow, params=params, overrides=overrides, **arguments)
+
+
+def _runs(params: Path, overrides: list[str]) -> list[Path]:
+    from fclmodels.params import load
+
+    experiment = load(params, overrides).experiment
+    return [Path("runs") / f"{method}-{seed}" for method in experiment.methods for seed in experiment.seeds]
+
+
+def main() -> None:
+    sys.exit(end_well(app, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

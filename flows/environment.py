@@ -1,0 +1,39 @@
+"""Where Prefect, MLflow and what they bring write, and that nothing phones home.
+
+They read these variables when they are imported, so `settle` comes before; what a user has set stands.
+"""
+
+import os
+from pathlib import Path
+
+HOME = Path(".fcl")
+
+
+def settle(home: Path = HOME) -> None:
+    folder = home.resolve()
+    defaults = {
+        "DO_NOT_TRACK": "true",
+        "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MPLCONFIGDIR": str(folder / "matplotlib"),
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the flows tell what happens; the UI has the logs
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(folder / "results"),
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Many small writes lock SQLite, and a client that meets the lock waits for two seconds.
+        "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "50",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "50",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "50",
+        "PREFECT_UI_STATIC_DIRECTORY": str(folder / "prefect" / "ui"),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    for name in ("no_proxy", "NO_PROXY"):  # the servers are on this machine
+        known = os.environ.get(name, "")
+        os.environ[name] = ",".join(filter(None, [known, *{"127.0.0.1", "localhost"}.difference(known.split(","))]))

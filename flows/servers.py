@@ -1,0 +1,152 @@
+"""One Prefect server for a project: the first command that needs it starts it, the others find it.
+
+Every command holds a shared lock on `lease` while it lives, which ends with the process however that ends. A
+server that has seen nobody hold it for IDLE seconds stops by itself. While a server may be used it holds
+`running`; `server.json` says where it is, and `start.lock` keeps two commands from starting one each.
+"""
+
+import fcntl
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+IDLE = float(os.environ.get("FCL_SERVER_IDLE_SECONDS", "60"))
+START_TIMEOUT = 120.0
+
+_leases: list[IO[bytes]] = []  # open for as long as this process lives
+
+
+class ServerError(Exception):
+    """The Prefect server did not come up."""
+
+
+def connect(home: Path) -> str:
+    """The API address of the project's server, which may still be starting; it stays up while this process lives."""
+    if given := os.environ.get("PREFECT_API_URL"):
+        return given
+    folder = home.resolve() / "prefect"
+    folder.mkdir(parents=True, exist_ok=True)
+    _take_lease(folder)
+    with _locked(folder / "start.lock"):
+        url = running(home) or _start(folder)
+    os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def running(home: Path) -> str | None:
+    """The address of the project's server if there is one."""
+    folder = home.resolve() / "prefect"
+    try:
+        with open(folder / "running", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return json.loads((folder / "server.json").read_text())["url"]
+
+
+def wait(url: str, home: Path, timeout: float = START_TIMEOUT) -> None:
+    """Until the server answers. One that this project did not start gets no patience."""
+    end = time.monotonic() + timeout
+    while not healthy(url):
+        own = running(home) == url
+        if not own or time.monotonic() > end:
+            log = f" Its log: {home / 'prefect' / 'server.log'}" if (home / "prefect" / "server.log").exists() else ""
+            raise ServerError(f"The Prefect server at {url} does not answer.{log}")
+        time.sleep(0.05)
+
+
+def healthy(url: str) -> bool:
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = kind(host, timeout=5)
+        connection.request("GET", f"/{path}/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _take_lease(folder: Path) -> None:
+    lease = open(folder / "lease", "ab")  # noqa: SIM115  stays open
+    fcntl.flock(lease, fcntl.LOCK_SH)
+    _leases.append(lease)
+
+
+def _start(folder: Path) -> str:
+    """A detached server; it inherits the lock on `running`, so there is no moment without one."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    with open(folder / "running", "ab") as lock, open(folder / "server.log", "wb") as log:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        temporary = folder / ".server.json"
+        temporary.write_text(json.dumps({"url": url}))
+        os.replace(temporary, folder / "server.json")
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(folder), str(port), str(lock.fileno())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
+        )
+    return url
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _stop_when_idle(folder: Path, running_lock: int) -> None:
+    """Watch the lease from inside the server's process, and end it when nobody has held it for long enough."""
+    idle_since = time.monotonic()
+    with open(folder / "lease", "ab") as lease:
+        while True:
+            time.sleep(min(1.0, IDLE / 4))
+            try:
+                fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                idle_since = time.monotonic()
+                continue
+            if time.monotonic() - idle_since > IDLE:
+                os.close(running_lock)  # from here on a command starts a new server
+                break
+            fcntl.flock(lease, fcntl.LOCK_UN)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+    os._exit(1)
+
+
+def _serve(folder: Path, port: int, running_lock: int) -> None:
+    threading.Thread(target=_stop_when_idle, args=(folder, running_lock), daemon=True).start()
+    from prefect.cli import app
+
+    sys.argv = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    app()
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,25 @@
+"""Accuracy on every task, learned or not."""
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from fclmodels.experiment import Step
+from fclmodels.metrics import summary
+from fclmodels.store import Store
+from tasks.caching import Outcome, stored_task
+
+
+@stored_task("{label}: evaluate after {learned} tasks")
+def evaluate(step: Step, label: str, learned: int) -> Outcome:
+    """Counts of correct answers on the test rows of each task, in each reading."""
+    return step.done() or step.run()
+
+
+def so_far(store: Store, outcomes: Sequence[Outcome], learned: int) -> dict[str, dict[str, float | None]]:
+    """The metrics as if the stream ended after `learned` tasks."""
+    tables = [
+        store.get_table(outcome["objects"]["accuracy"]) for outcome in outcomes if "accuracy" in outcome["objects"]
+    ]
+    known = (pl.col("after") <= learned) & (pl.col("task") < learned)
+    return summary(pl.concat(tables).filter(known))

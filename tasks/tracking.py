@@ -1,0 +1,172 @@
+"""MLflow: one run for each method, data and seed, found again by its identity and never doubled.
+
+All goes through MlflowClient with the run's id, in batches; there is no active run that a thread could miss.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run
+from mlflow.exceptions import MlflowException
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from sqlalchemy.exc import SQLAlchemyError
+
+from fclmodels.errors import UserError
+from fclmodels.experiment import Experiment, Stage, digest_of
+from fclmodels.params import flat
+from fclmodels.settings import TrackingSettings
+from tasks.locking import locked
+
+BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
+IDENTITY, LEARNED, ERROR = "fcl.identity", "fcl.learned", "fcl.error"
+ARTIFACTS = Path("mlartifacts")
+ONCE: tuple[Stage, ...] = ("begin", "conclude", "evaluate")
+
+
+class Tracking:
+    """The MLflow run of an experiment."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client = client
+        self.id: str = run.info.run_id
+        self.complete: bool = run.info.status == "FINISHED"
+        self.failed_before: bool = ERROR in run.data.tags
+        self.learned = int(run.data.tags.get(LEARNED, -1))
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """The run goes on. Settings as flat params; once, for MLflow refuses to change them."""
+        self.client.update_run(self.id, status="RUNNING")
+        if self.failed_before:
+            self.client.delete_tag(self.id, ERROR)
+        if self.learned < 0:
+            params = [Param(name, str(value)) for name, value in flat(settings).items()]
+            for start in range(0, len(params), BATCH):
+                self.client.log_batch(self.id, params=params[start : start + BATCH])
+            self._learned(0)
+
+    def task_learned(self, learned: int, rounds: pl.DataFrame, summary: dict[str, dict[str, float | None]]) -> None:
+        """The rounds of the last task, and the metrics of all tasks so far; once, also when the run is resumed."""
+        if learned <= self.learned:
+            return
+        now = time.time_ns() // 1_000_000
+        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(rounds)]
+        for reading, values in summary.items():
+            metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
+        for start in range(0, len(metrics), 10 * BATCH):
+            self.client.log_batch(self.id, metrics=metrics[start : start + 10 * BATCH])
+        self._learned(learned)
+
+    def failed(self, problem: BaseException) -> None:
+        self.client.set_tag(self.id, ERROR, f"{type(problem).__name__}: {problem}"[:5000])
+        self.client.set_terminated(self.id, "FAILED" if isinstance(problem, Exception) else "KILLED")
+
+    def _learned(self, count: int) -> None:
+        self.client.set_tag(self.id, LEARNED, str(count))
+        self.learned = count
+
+
+@contextmanager
+def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> Iterator[Tracking]:
+    """The experiment's run: opened or found, and marked as failed where the block fails."""
+    try:
+        with locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
+            client = MlflowClient(settings.uri)
+            run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
+    except (MlflowException, SQLAlchemyError, OSError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UserError(f"tracking.uri: {settings.uri} cannot be used: {reason}") from problem
+    tracking = Tracking(client, run)
+    if not tracking.complete:
+        tracking.begin(experiment.settings)
+    try:
+        yield tracking
+    except BaseException as problem:
+        if not tracking.complete:
+            tracking.failed(problem)
+        raise
+
+
+@task(name="track", task_run_name="{label}: track", cache_policy=NO_CACHE)
+def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any], splits: Path) -> None:
+    """Totals, tables, figure, knowledge and model of a finished run; nothing where MLflow has them already."""
+    if tracking.complete:
+        return
+    from tasks.tracked_artifacts import log_artifacts  # draws and packs: only where there is something to log
+
+    now = time.time_ns() // 1_000_000
+    totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
+    tracking.client.log_batch(tracking.id, metrics=[Metric(f"total/{n}", v, now, 0) for n, v in totals.items()])
+    log_artifacts(tracking.client, tracking.id, folder, splits)
+    tracking.client.set_terminated(tracking.id, "FINISHED")
+
+
+def identity_of(experiment: Experiment) -> str:
+    """A digest of all that the experiment's result depends on: the keys of its steps from nowhere."""
+    keys = [experiment.step("learn", None, task).key for task in range(experiment.tasks)]
+    keys += [experiment.step(stage, None, 0).key for stage in ONCE]
+    return digest_of(keys)
+
+
+def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: TrackingSettings) -> str:
+    name = settings.experiment or f"{experiment.params.data.source} {experiment.params.stream.kind}"
+    if found := client.get_experiment_by_name(name):
+        return found.experiment_id
+    location = None if settings.uri.startswith("http") else ARTIFACTS.resolve().as_uri()
+    return client.create_experiment(name, artifact_location=location)
+
+
+def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) -> Run:
+    identity = identity_of(experiment)
+    found = client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
+    if found:
+        return found[0]
+    params = experiment.params
+    tags = {
+        IDENTITY: identity,
+        "method": experiment.label.rpartition("-")[0],
+        "seed": str(experiment.seed),
+        "scenario": f"{params.data.source}, {params.stream.kind}, {params.partition.kind}",
+        "splits": experiment.splits.digest,
+        **_origin(),
+    }
+    run = client.create_run(experiment_id, run_name=experiment.label, tags=tags)
+    client.log_inputs(run.info.run_id, [_dataset(experiment)])
+    return run
+
+
+def _dataset(experiment: Experiment) -> DatasetInput:
+    splits = experiment.splits
+    name = f"{experiment.params.data.source}-splits"
+    dataset = Dataset(name, splits.digest[:36], "local", f'{{"uri": "{splits.folder.resolve().as_uri()}"}}')
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+def _origin() -> dict[str, str]:
+    """Where the run comes from: the commit, and the DVC stage that started it."""
+    tags = {"dvc.stage": os.environ.get("DVC_STAGE", ""), "dvc.experiment": os.environ.get("DVC_EXP_NAME", "")}
+    if git := shutil.which("git"):
+        asked = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        tags["mlflow.source.git.commit"] = asked.stdout.strip()
+    return {name: value for name, value in tags.items() if value}
+
+
+def _of_rounds(rounds: pl.DataFrame) -> Iterator[tuple[int, str, float]]:
+    names = {
+        "loss": "train/loss",
+        "bytes_up": "train/bytes_up",
+        "bytes_down": "train/bytes_down",
+        "seconds": "train/seconds",
+    }
+    for row in rounds.iter_rows(named=True):
+        for column, name in names.items():
+            if row[column] is not None:
+                yield row["step"], name, row[column]

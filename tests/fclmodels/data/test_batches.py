@@ -1,0 +1,139 @@
+"""Batches: every row once, normalised, permuted by its own task, and from keyed randomness alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fclmodels.data import batches as module
+from fclmodels.data.batches import Batch, Batches
+from fclmodels.data.splits import Rows, Splits
+from fclmodels.settings import AugmentSettings
+
+CPU = torch.device("cpu")
+PLAIN = AugmentSettings()
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pixels(splits: Splits, rows: Rows) -> Tensor:
+    return (splits.images[torch.from_numpy(rows.samples)].double() / 255 - 0.5) / 0.25
+
+
+def joined(parts: list[Batch]) -> Batch:
+    return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("inputs", "labels", "tasks")))
+
+
+@pytest.fixture
+def everything(splits_of: Callable[..., Splits]) -> tuple[Splits, Rows]:
+    splits = splits_of(tasks=3, shape=(2, 5, 4))
+    return splits, Rows.concatenate([splits.rows(task, "train") for task in range(3)])
+
+
+@pytest.mark.parametrize("size", [1, 7, 96, 1000])
+def test_ordered_batches_are_all_rows_as_they_stand(everything: tuple[Splits, Rows], size: int) -> None:
+    splits, rows = everything
+    parts = list(Batches(splits, AugmentSettings(flip=True, crop_padding=1), CPU).ordered(rows, size))
+    assert [len(part.labels) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    whole = joined(parts)
+    torch.testing.assert_close(whole.inputs.double(), pixels(splits, rows), rtol=0, atol=1e-5)
+    assert whole.labels.tolist() == rows.labels.tolist()
+    assert whole.tasks.tolist() == rows.tasks.tolist()
+    assert whole.inputs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_shuffled_epoch_has_every_row_once(everything: tuple[Splits, Rows], size: int) -> None:
+    splits, rows = everything
+    parts = list(Batches(splits, PLAIN, CPU).shuffled(rows, size, seeded(0)))
+    whole, order = joined(parts), torch.randperm(len(rows), generator=seeded(0))
+    assert whole.labels.tolist() == rows.labels[order].tolist()
+    torch.testing.assert_close(whole.inputs.double(), pixels(splits, rows.take(order.numpy())), rtol=0, atol=1e-5)
+    assert order.tolist() != sorted(order.tolist())
+
+
+def test_chunks_are_no_seams(everything: tuple[Splits, Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels are made some batches at once; without augmentation, how many does not show."""
+    splits, rows = everything
+    made = Batches(splits, PLAIN, CPU)
+    one = joined(list(made.shuffled(rows, 7, seeded(0))))
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    parts = list(made.shuffled(rows, 7, seeded(0)))
+    assert [len(part.labels) for part in parts] == [7] * 13 + [5]
+    assert torch.equal(joined(parts).inputs, one.inputs)
+
+
+def test_epochs_differ_and_repeat_with_their_generator(everything: tuple[Splits, Rows]) -> None:
+    splits, rows = everything
+    made = Batches(splits, AugmentSettings(flip=True, crop_padding=1, brightness=0.5), CPU)
+
+    def epochs(seed: int) -> list[Tensor]:
+        random = seeded(seed)
+        return [joined(list(made.shuffled(rows, 8, random))).inputs for _ in range(2)]
+
+    torch.manual_seed(1)
+    first = epochs(0)
+    torch.manual_seed(2)
+    before = torch.random.get_rng_state()
+    again = epochs(0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], epochs(1)[0])
+
+
+def test_training_is_augmented_and_the_images_are_not_changed(everything: tuple[Splits, Rows]) -> None:
+    splits, rows = everything
+    before = splits.images.clone()
+    augmented, plain = (Batches(splits, a, CPU) for a in (AugmentSettings(brightness=0.9), PLAIN))
+    one, two = (joined(list(made.shuffled(rows, 8, seeded(0)))) for made in (augmented, plain))
+    assert one.labels.tolist() == two.labels.tolist()
+    assert not torch.equal(one.inputs, two.inputs)
+    assert torch.equal(splits.images, before)
+
+
+def test_each_task_has_a_permutation_of_its_own_pixels(splits_of: Callable[..., Splits]) -> None:
+    """Task 0 has none. All channels of a pixel move together, in the same way for every sample, client and run."""
+    splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
+    moves = []
+    for task in range(3):
+        rows = splits.rows(task, "test")
+        got = joined(list(Batches(splits, PLAIN, CPU).ordered(rows, 5))).inputs.double()
+        was = pixels(splits, rows)
+        positions = []
+        for place in range(20):
+            source = [
+                q for q in range(20) if torch.allclose(got.flatten(2)[..., place], was.flatten(2)[..., q], atol=1e-5)
+            ]
+            assert len(source) == 1
+            positions.append(source[0])
+        assert sorted(positions) == list(range(20))
+        moves.append(positions)
+    assert moves[0] == list(range(20))
+    assert moves[1] != moves[0]
+    assert moves[2] not in moves[:2]
+
+
+def test_tasks_mixed_in_a_batch_keep_their_permutations(splits_of: Callable[..., Splits]) -> None:
+    splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
+    made = Batches(splits, PLAIN, CPU)
+    rows = [splits.rows(task, "train") for task in range(3)]
+    alone = joined([batch for part in rows for batch in made.ordered(part, 8)])
+    order = np.random.default_rng(0).permutation(len(alone.labels))
+    mixed = joined(list(made.ordered(Rows.concatenate(rows).take(order), 8)))
+    assert torch.equal(mixed.inputs, alone.inputs[order])
+
+
+def test_the_permutation_comes_from_the_streams_seed_alone(splits_of: Callable[..., Splits]) -> None:
+    splits = splits_of(tasks=2, permuted=True, same_classes=True)
+    first = Batches(splits, PLAIN, CPU)._permutations
+    torch.manual_seed(9)
+    assert torch.equal(Batches(splits, PLAIN, CPU)._permutations, first)
+    splits.tasks = (splits.tasks[0], replace(splits.tasks[1], permutation=77))
+    changed = Batches(splits, PLAIN, CPU)._permutations
+    assert not torch.equal(changed[1], first[1])

@@ -1,0 +1,82 @@
+"""Executor and threads: as set, or measured once and kept."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fclmodels.errors import UserError
+from fclmodels.experiment import Experiment
+from fclmodels.federation import choice
+from fclmodels.federation.choice import Choice, candidates, choose
+
+AUTO = ("federation.executor=auto", "federation.workers=2")
+
+
+def test_what_is_set_is_not_measured(method_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(choice, "predicted_seconds")
+    method = method_of(
+        type(method_of()), "federation.executor=processes", "federation.workers=3", "federation.threads=2"
+    )
+    assert choose(method, tmp_path / "choices", "key") == Choice("processes", 3, 2)
+    assert not (tmp_path / "choices").exists()
+
+
+def test_a_measured_choice_stands_whatever_a_later_measurement_would_say(
+    method_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = method_of(type(method_of()), *AUTO)
+    monkeypatch.setattr(choice, "predicted_seconds", lambda method, candidate: candidate.executor != "processes")
+    assert choose(method, tmp_path, "key") == Choice("processes", 2, 1)
+    monkeypatch.setattr(choice, "predicted_seconds", lambda method, candidate: candidate.executor != "serial")
+    assert choose(method, tmp_path, "key") == Choice("processes", 2, 1)
+    assert choose(method, tmp_path, "other settings") == Choice("serial", 2, 1)
+
+
+def test_only_what_is_open_is_tried(method_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cores", lambda: 4)
+
+    def tried(*overrides: str) -> set[Choice]:
+        return set(candidates(method_of(type(method_of()), *overrides), 2))
+
+    assert tried("federation.executor=auto") == {Choice("serial", 2, 1), Choice("processes", 2, 1)}
+    assert tried("federation.executor=auto", "federation.threads=3") == {
+        Choice("serial", 2, 3),
+        Choice("processes", 2, 3),
+    }
+    assert tried("federation.threads=auto") == {Choice("serial", 2, 1), Choice("serial", 2, 4)}
+    assert tried("federation.executor=auto", "federation.threads=auto") == {
+        Choice("serial", 2, 1),
+        Choice("serial", 2, 4),
+        Choice("processes", 2, 1),
+    }
+
+
+def test_a_small_run_is_done_here_and_a_long_one_by_workers(
+    method_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that says that a batch takes a millisecond, or a second."""
+    method = method_of(type(method_of()), *AUTO)
+    for seconds, executor in ((0.001, "serial"), (1.0, "processes")):
+        monkeypatch.setattr(choice, "seconds_a_batch", lambda *_, seconds=seconds: seconds)
+        assert min(candidates(method, 2), key=lambda c: choice.predicted_seconds(method, c)).executor == executor
+
+
+def test_measuring_changes_no_result(
+    experiment_of: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("model.dropout=[0.2, 0.5]",)
+    plain = experiment_of(*settings).run(tmp_path / "plain")
+    monkeypatch.setattr(choice, "WORKER_START", 1e9)
+    measured = experiment_of(*settings, "federation.executor=auto").run(tmp_path / "measured")
+    assert measured["settings"]["federation"]["executor"] == "serial"
+    assert (measured["digests"], measured["metrics"]) == (plain["digests"], plain["metrics"])
+
+
+def test_a_spoilt_choice_is_one_line_that_names_the_file(method_of: Callable, tmp_path: Path) -> None:
+    for content in ("", "{", "[]", json.dumps({"executor": "serial"})):
+        (tmp_path / "key.json").write_text(content)
+        with pytest.raises(UserError, match=str(tmp_path / "key.json")) as error:
+            choose(method_of(type(method_of()), *AUTO), tmp_path, "key")
+        assert "\n" not in str(error.value)

@@ -1,0 +1,136 @@
+"""The four policies for batch normalisation's running statistics, each by what it says."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fclmodels import state
+from fclmodels.backbones.norms import counter_names, depends_on_batch, statistics_names
+from fclmodels.federation.messages import Payload
+from fclmodels.methods.fedavg import FedAvg
+
+RESNET = ("model.backbone=resnet18", "federation.local_epochs=2")
+MEAN, VAR = "backbone.bn1.running_mean", "backbone.bn1.running_var"
+UNEVEN = {(task, client): 3 + 4 * client for task in (0, 1) for client in range(4)}
+
+
+def payload_of(method: FedAvg, task: int = 0) -> Payload:
+    server = method.setup()
+    for earlier in range(task + 1):
+        server = method.start_task(server, earlier)
+    return method.payload(server)
+
+
+def test_average_takes_the_weighted_mean_over_clients(
+    method_of: Callable, federate: Callable, client_of: Callable, splits_of: Callable
+) -> None:
+    method = method_of(FedAvg, *RESNET, "federation.rounds=1", splits=splits_of(train=UNEVEN))
+    payload, sizes = payload_of(method), [UNEVEN[0, client] for client in range(4)]
+    means = []
+    for index in range(4):
+        method.train(client_of(method, index), payload)
+        means.append(method.networks._state[MEAN].clone())  # the network holds what the client ended with
+    expected = sum(n * mean.double() for n, mean in zip(sizes, means, strict=True)) / sum(sizes)
+    server = federate(method, 1)
+    torch.testing.assert_close(server.weights[MEAN].double(), expected, rtol=0, atol=1e-6)
+    assert not torch.equal(server.weights[MEAN], payload["weights"].tensors[MEAN])
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "frozen"])
+def test_the_count_of_batches_is_never_averaged(
+    policy: str, method_of: Callable, federate: Callable, client_of: Callable
+) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm=policy)
+    server = federate(method)
+    network = method.networks.load(server.spec, server.weights)
+    assert counter_names(network)
+    assert all(server.weights[name].item() == 0 for name in counter_names(network))
+    reply, memory = method.train(client_of(method, 0, 1), method.payload(server))
+    assert not counter_names(network) & set(reply.parts["update"].tensors)
+    assert not counter_names(network) & set(memory.get("statistics", {}))
+
+
+def test_local_statistics_stay_with_their_client(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm="local")
+    payload = payload_of(method)
+    memories = {}
+    for index in (0, 1):
+        reply, memories[index] = method.train(client_of(method, index), payload)
+        network = method.networks.load(method.run.spec(1), payload["weights"].tensors)
+        assert set(memories[index]["statistics"]) == statistics_names(network)
+        assert not statistics_names(network) & set(reply.parts["update"].tensors)
+    assert not torch.equal(memories[0]["statistics"][MEAN], memories[1]["statistics"][MEAN])
+    start, end = federate(method, 0).weights, federate(method).weights
+    assert torch.equal(start[MEAN], end[MEAN])
+    assert not torch.equal(start["backbone.bn1.weight"], end["backbone.bn1.weight"])
+
+
+def test_local_training_goes_on_from_the_clients_own_statistics(method_of: Callable, client_of: Callable) -> None:
+    """A running mean moves by a tenth a batch: after one batch 0.9 of where it began is still in it."""
+    method = method_of(FedAvg, "model.backbone=resnet18", "federation.batch_size=8", batch_norm="local")
+    payload = payload_of(method)
+    _, fresh = method.train(client_of(method, 0), payload)
+    shifted = {
+        name: value + 10
+        for name, value in method.run and payload["weights"].tensors.items()
+        if name in fresh["statistics"]
+    }
+    memory = {"statistics": shifted, "other": 3}
+    before = state.digest(memory)
+    _, after = method.train(client_of(method, 0, memory=memory), payload)
+    torch.testing.assert_close(after["statistics"][MEAN], fresh["statistics"][MEAN] + 9)
+    assert after["other"] == 3
+    assert state.digest(memory) == before
+
+
+def test_a_client_predicts_with_its_own_statistics(method_of: Callable, client_of: Callable) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm="local")
+    assert method.personal
+    payload = payload_of(method)
+    _, memory = method.train(client_of(method, 0), payload)
+    x = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own = method.client_predictor(client_of(method, 0, memory=memory), payload)(x).logits
+        newcomer = method.client_predictor(client_of(method, 1), payload)(x).logits
+        network = method.networks.load(method.run.spec(1), payload["weights"].tensors | memory["statistics"]).eval()
+        torch.testing.assert_close(own, network(x))
+        network = method.networks.load(method.run.spec(1), payload["weights"].tensors).eval()
+        torch.testing.assert_close(newcomer, network(x))
+    assert not torch.equal(own, newcomer)
+
+
+def test_batch_keeps_no_statistics_at_all(method_of: Callable, federate: Callable) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm="batch")
+    server = federate(method)
+    assert not [name for name in server.weights if "running" in name or "num_batches" in name]
+    network = method.networks.load(server.spec, server.weights).eval()
+    assert depends_on_batch(network)
+    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert not torch.allclose(network(x)[:2], network(x[:2]), atol=1e-4)
+        normalised = nn.functional.batch_norm(
+            network.backbone.conv1(x), None, None, network.backbone.bn1.weight, network.backbone.bn1.bias, training=True
+        )
+        torch.testing.assert_close(network.backbone.bn1(network.backbone.conv1(x)), normalised)
+
+
+def test_frozen_statistics_are_learnt_in_the_first_task_and_then_fixed(method_of: Callable, federate: Callable) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm="frozen")
+    start, first, second = (federate(method, tasks).weights for tasks in (0, 1, 2))
+    average = federate(method_of(FedAvg, *RESNET), 1).weights
+    assert state.digest(first) == state.digest(average)
+    for name in (MEAN, VAR):
+        assert not torch.equal(start[name], first[name])
+        assert torch.equal(first[name], second[name])
+    assert not torch.equal(first["backbone.bn1.weight"], second["backbone.bn1.weight"])
+
+
+def test_frozen_statistics_are_those_that_normalise_in_training(method_of: Callable, client_of: Callable) -> None:
+    method = method_of(FedAvg, *RESNET, batch_norm="frozen")
+    network = method.networks.load(method.run.spec(2), payload_of(method, 1)["weights"].tensors)
+    method.set_modes(network, 1)
+    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(network(x)[:2], network(x[:2]), rtol=0, atol=1e-5)

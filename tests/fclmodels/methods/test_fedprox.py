@@ -1,0 +1,73 @@
+"""FedProx: FedAvg at mu = 0, and its gradient that of the explicit proximal objective."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.data.batches import Batch
+from fclmodels.federation.local import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.fedprox import FedProx
+
+
+@pytest.mark.parametrize(
+    "optimiser", [("optimizer.momentum=0.9",), ("optimizer.kind=adam", "optimizer.weight_decay=0.1")]
+)
+def test_mu_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
+    dropout = "model.dropout=[0.2, 0.5]"
+    one = federate(method_of(FedProx, *optimiser, dropout, mu=0.0))
+    two = federate(method_of(FedAvg, *optimiser, dropout))
+    assert state.digest(one.to_tree()) == state.digest(two.to_tree())
+    assert state.digest(federate(method_of(FedProx, *optimiser, dropout, mu=0.5)).to_tree()) != state.digest(
+        two.to_tree()
+    )
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.01, 3.0])
+def test_the_gradient_is_autograds_of_the_proximal_objective(
+    mu: float, method_of: Callable, client_of: Callable
+) -> None:
+    method = method_of(FedProx, mu=mu)
+    server = method.start_task(method.setup(), 0)
+    client = client_of(method, 1)
+    network = method.networks.load(server.spec, server.weights)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
+    training = LocalTraining(method, client, network, server.weights)
+    batch: Batch = next(next(client.epochs()))
+    parameters = training.parameters
+
+    network.zero_grad()
+    objective = cross_entropy(network(batch.inputs), batch.labels) + mu / 2 * sum(
+        ((parameter - server.weights[name]) ** 2).sum() for name, parameter in parameters.items()
+    )
+    expected: list[Tensor] = list(torch.autograd.grad(objective, list(parameters.values())))
+
+    network.zero_grad()
+    method.loss(training, batch).backward()
+    method.gradient(training)
+    for parameter, gradient in zip(parameters.values(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_larger_mu_keeps_clients_nearer(method_of: Callable, client_of: Callable) -> None:
+    distances = []
+    for mu in (0.0, 0.1, 1.0, 5.0):
+        method = method_of(FedProx, "federation.local_epochs=10", mu=mu)
+        server = method.start_task(method.setup(), 0)
+        reply, _ = method.train(client_of(method, 0), method.payload(server))
+        distances.append(sum((u**2).sum().item() for u in reply.parts["update"].tensors.values()))
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < distances[0] / 4
+
+
+def test_what_is_frozen_is_not_pulled(method_of: Callable, federate: Callable) -> None:
+    method = method_of(FedProx, "model.freeze=[fc1]", mu=1.0)
+    first, second = federate(method, 1).weights, federate(method, 2).weights
+    assert torch.equal(first["backbone.fc1.weight"], second["backbone.fc1.weight"])

@@ -1,0 +1,126 @@
+"""The two upper references: joint sees everything at once, single-task nothing of the others."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
+from fclmodels.federation.local import LocalTraining
+from fclmodels.methods.joint import Joint
+from fclmodels.methods.single_task import SingleTask
+
+
+class RecordingJoint(Joint):
+    seen: list[tuple[int, float]]
+
+    def loss(self, training: Any, batch: Any) -> Tensor:
+        self.seen += zip(batch.tasks.tolist(), batch.inputs.double().flatten(1).sum(1).tolist(), strict=True)
+        return super().loss(training, batch)
+
+
+def test_joint_sees_each_row_of_all_tasks_so_far_once_an_epoch(
+    method_of: Callable, splits_of: Callable, client_of: Callable
+) -> None:
+    method = method_of(
+        RecordingJoint, splits=splits_of(tasks=3, train={(t, c): 2 + t + c for t in range(3) for c in range(4)}, val=2)
+    )
+    server = method.setup()
+    for task in range(3):
+        server = method.start_task(server, task)
+        method.seen = []
+        method.train(client_of(method, 0, task), method.payload(server))
+        sizes = Counter(task for task, _ in method.seen)
+        assert sizes == {earlier: sum(2 + earlier + client for client in range(4)) for earlier in range(task + 1)}
+        assert len(set(method.seen)) == len(method.seen)
+        assert method.participants(task) == (0,)
+
+
+def test_joint_takes_a_sample_once_where_clients_share_it(method_of: Callable, own_splits: Callable) -> None:
+    splits = own_splits()
+    manifest = pl.read_parquet(splits.folder / "manifest.parquet")
+    shared = manifest.filter(pl.col("split") == "train", pl.col("client") == 0).with_columns(client=pl.lit(3, pl.Int32))
+    pl.concat([manifest, shared]).write_parquet(splits.folder / "manifest.parquet")
+    method = method_of(Joint, splits=Splits.open(splits.folder))
+    rows = method.rows(1, 0)
+    assert len(rows) == len(np.unique(rows.samples)) == 2 * 4 * 8
+
+
+def test_joint_starts_from_scratch_after_each_task(method_of: Callable, federate: Callable) -> None:
+    method = method_of(Joint, "model.freeze=[fc1]")
+    fresh = method.start_task(method.start_task(method.setup(), 0), 1)
+    learned = method.start_task(federate(method, 1), 1)
+    assert state.digest(learned.to_tree()) == state.digest(fresh.to_tree())
+    end = federate(method, 2).weights
+    assert not torch.equal(end["backbone.fc1.weight"], fresh.weights["backbone.fc1.weight"])
+
+
+@pytest.mark.parametrize(("head", "over"), [("growing", "seen"), ("growing", "task"), ("per-task", "seen")])
+def test_joint_loss_is_the_mean_over_samples_of_each_ones_own(
+    head: str, over: str, method_of: Callable, splits_of: Callable, client_of: Callable
+) -> None:
+    method = method_of(Joint, f"model.loss_over={over}", "federation.batch_size=64", splits=splits_of(head=head))
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    client = client_of(method, 0, 1)
+    network = method.networks.load(server.spec, server.weights).eval()
+    batch = next(next(client.epochs()))
+    assert set(batch.tasks.tolist()) == {0, 1}
+    losses = []
+    for x, label, task in zip(batch.inputs, batch.labels.tolist(), batch.tasks.tolist(), strict=True):
+        columns = network.logits(network.backbone(x[None]), None if (head, over) == ("growing", "seen") else task)
+        target = label if (head, over) == ("growing", "seen") else label - 2 * task
+        losses.append(cross_entropy(columns, torch.tensor([target])))
+    got = method.loss(LocalTraining(method, client, network, server.weights), batch)
+    torch.testing.assert_close(got, torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+def test_single_tasks_model_is_independent_of_other_tasks_data(
+    head: str, method_of: Callable, own_splits: Callable, federate: Callable
+) -> None:
+    servers = []
+    for noisy in (False, True):
+        splits = own_splits(tasks=3, head=head)
+        if noisy:
+            images = np.lib.format.open_memmap(splits.folder / "../prepared/images.npy", "r+")
+            others = np.concatenate([splits.rows(task, "train").samples for task in (0, 2)])
+            images[others] = 255 - images[others]
+            images.flush()
+            splits = Splits.open(splits.folder)
+        servers.append(federate(method_of(SingleTask, splits=splits)))
+    models = [[*server.knowledge["models"], server.weights] for server in servers]
+    same = [state.digest(one) == state.digest(two) for one, two in zip(*models, strict=True)]
+    assert same == [False, True, False]
+
+
+def test_single_task_answers_with_the_tasks_own_model(
+    method_of: Callable, splits_of: Callable, federate: Callable
+) -> None:
+    method = method_of(SingleTask, splits=splits_of(tasks=3))
+    server = federate(method)
+    x = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    columns = method.columns(server)
+    assert columns.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert columns.owners.tolist() == [0, 0, 1, 1, 2, 2]
+    with torch.no_grad():
+        got = method.predictor(server)(x).logits
+        for task, weights in enumerate([*server.knowledge["models"], server.weights]):
+            network = method.networks.load(method.run.spec(task + 1), weights).eval()
+            torch.testing.assert_close(got[:, 2 * task : 2 * task + 2], network(x, task))
+
+
+@pytest.mark.parametrize("method", ["joint", "single-task"])
+@pytest.mark.parametrize("policy", ["local", "frozen"])
+def test_a_reference_that_starts_anew_keeps_no_statistics_of_earlier_tasks(
+    method: str, policy: str, params_of: Callable
+) -> None:
+    with pytest.raises(UserError, match=f"methods.{method}.batch_norm .* must be average or batch"):
+        params_of(f"methods.{method}.batch_norm={policy}")

@@ -1,0 +1,160 @@
+"""What a run leaves behind: tables whose numbers are known, whole or not at all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from fclmodels import run_folder, state
+from fclmodels.backbones.network import skeleton
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.batches import Batches
+from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
+from fclmodels.experiment import Experiment
+from fclmodels.metrics import summary
+from fclmodels.settings import AugmentSettings
+
+MakeExperiment = Callable[..., Experiment]
+
+
+@pytest.fixture
+def run(experiment_of: MakeExperiment, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    settings = ("federation.rounds=[1, 2]", "federation.server_lr=0.5", "federation.server_lr_schedule='1/t'")
+    result = experiment_of(*settings, seed=3).run(tmp_path / "runs" / "fedavg-3")
+    return tmp_path / "runs" / "fedavg-3", result
+
+
+def test_the_folder_holds_what_the_design_names(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = run
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert files == {
+        *("result.json", "settings.json", "accuracy.parquet", "rounds.parquet", "ledger.parquet"),
+        *("model/weights.safetensors", "model/spec.json"),
+    }
+    assert json.loads((folder / "result.json").read_text()) == result
+    assert (result["label"], result["method"], result["seed"]) == ("fedavg-3", "fedavg", 3)
+    assert [file.name for file in folder.parent.iterdir()] == ["fedavg-3"]
+
+
+def test_rounds_are_numbered_within_the_task_and_over_the_run(run: tuple[Path, dict[str, Any]]) -> None:
+    rounds = pl.read_parquet(run[0] / "rounds.parquet")
+    assert rounds.select("task", "round", "step", "clients", "server_lr").rows() == [
+        (0, 0, 0, 4, 0.5),
+        (1, 0, 1, 4, 0.25),
+        (1, 1, 2, 4, 0.25),
+    ]
+    assert (rounds["loss"] > 0).all()
+    assert run[1]["timings"]["learn"] == pytest.approx(rounds["seconds"].sum())
+
+
+def test_bytes_are_those_of_the_weights(run: tuple[Path, dict[str, Any]]) -> None:
+    """mlp of 36-12-12-12 and a head of 2, then 4 rows; the update weighs what the weights do, and a weight 8 bytes."""
+    backbone = 36 * 12 + 12 + 2 * (12 * 12 + 12)
+    model = [4 * (backbone + 13 * rows) for rows in (2, 4, 4)]
+    folder, result = run
+    rounds = pl.read_parquet(folder / "rounds.parquet")
+    assert rounds["bytes_down"].to_list() == [4 * size for size in model]
+    assert rounds["bytes_up"].to_list() == [4 * (size + 8) for size in model]
+    assert result["bytes_down"] == rounds["bytes_down"].sum()
+    assert result["bytes_up"] == rounds["bytes_up"].sum()
+    assert result["bytes_kept"] == 0
+    ledger = pl.read_parquet(folder / "ledger.parquet")
+    assert ledger.group_by("direction", "part").agg(pl.len()).sort("part", "direction").rows() == [
+        ("up", "update", 12),
+        ("up", "weight", 12),
+        ("down", "weights", 12),
+    ]
+    assert not ledger.select("task", "round", "client", "direction", "part").is_duplicated().any()
+
+
+def test_metrics_are_those_of_the_accuracy_table(run: tuple[Path, dict[str, Any]]) -> None:
+    table = pl.read_parquet(run[0] / "accuracy.parquet")
+    assert summary(table) == run[1]["metrics"]
+    assert set(table["after"]) == {0, 1, 2}
+    assert not table.select("reading", "after", "task", "client").is_duplicated().any()
+
+
+def test_the_saved_model_answers_as_the_table_says(
+    run: tuple[Path, dict[str, Any]], splits_of: Callable[..., Splits]
+) -> None:
+    folder, splits = run[0], splits_of()
+    spec = ModelSpec.from_json(json.loads((folder / "model" / "spec.json").read_text()))
+    network = skeleton(spec)
+    network.load_state_dict(state.load(folder / "model" / "weights.safetensors"))
+    rows = splits.rows(1, "test")
+    (batch,) = Batches(splits, AugmentSettings(), torch.device("cpu")).ordered(rows, 1000)
+    with torch.no_grad():
+        right = (network.eval()(batch.inputs).argmax(1) == batch.labels).sum().item()
+    table = pl.read_parquet(folder / "accuracy.parquet").filter(
+        pl.col("reading") == "task_agnostic", pl.col("after") == 2, pl.col("task") == 1, pl.col("client").is_null()
+    )
+    assert table["correct"].item() == right
+    assert table["total"].item() == len(rows)
+
+
+def test_knowledge_is_kept_for_each_task(experiment_of: MakeExperiment, tmp_path: Path) -> None:
+    experiment_of(method="single-task").run(tmp_path / "run")
+    assert len(state.load(tmp_path / "run" / "knowledge" / "task-01.safetensors")["models"]) == 1
+
+
+def test_memories_are_counted_once_for_each_client(experiment_of: MakeExperiment, tmp_path: Path) -> None:
+    experiment = experiment_of("model.backbone=resnet18", "methods.fedavg.batch_norm=local")
+    result = experiment.run(tmp_path / "run")
+    last = experiment.store.get(result["digests"]["state"])["memories"]
+    assert len(last) == 4
+    assert result["bytes_kept"] == sum(experiment.store.path(digest).stat().st_size for digest in last.values())
+
+
+def test_settings_are_the_effective_ones(run: tuple[Path, dict[str, Any]]) -> None:
+    settings = run[1]["settings"]
+    assert settings["federation"]["server_lr"] == 0.5
+    assert settings["federation"]["executor"] == "serial"
+    assert settings["federation"]["threads"] == 1
+    assert settings["optimizer"]["momentum"] == 0.0
+    assert settings["methods"] == {"fedavg": {"batch_norm": "average"}}
+    assert settings["device"] == "cpu"
+
+
+def test_a_new_run_takes_the_old_ones_place(run: tuple[Path, dict[str, Any]], experiment_of: MakeExperiment) -> None:
+    folder, first = run
+    (folder / "plot.png").write_text("made from the old run")
+    second = experiment_of("optimizer.lr=0.3").run(folder)
+    assert json.loads((folder / "result.json").read_text()) == second != first
+    assert not (folder / "plot.png").exists()
+    assert [file.name for file in folder.parent.iterdir()] == ["fedavg-3"]
+
+
+def test_a_run_that_cannot_be_written_leaves_the_old_one(
+    run: tuple[Path, dict[str, Any]], experiment_of: MakeExperiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder, first = run
+    monkeypatch.setattr(run_folder, "summary", full)
+    with pytest.raises(OSError, match="No space"):
+        experiment_of("optimizer.lr=0.3").run(folder)
+    assert json.loads((folder / "result.json").read_text()) == first
+    assert [file.name for file in folder.parent.iterdir()] == ["fedavg-3"]
+
+
+def test_a_folder_with_other_things_in_it_is_not_replaced(experiment_of: MakeExperiment, tmp_path: Path) -> None:
+    """`--out .` must not cost anyone a home folder; and it is refused before the training, not after it."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "thesis", tmp_path / "file"):
+        experiment = experiment_of(home=tmp_path / "home")
+        with pytest.raises(UserError, match=str(folder)) as error:
+            experiment.run(folder)
+        assert "\n" not in str(error.value)
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
+    assert not (tmp_path / "home" / "store").exists()
+    (tmp_path / "empty").mkdir()
+    experiment_of().run(tmp_path / "empty")
+    assert (tmp_path / "empty" / "result.json").exists()

@@ -1,0 +1,107 @@
+"""The store: what is read is what was put, or an error that says what to delete."""
+
+import json
+import os
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.store import Store
+
+TREE = {"weights": {"a": torch.arange(6.0).view(2, 3)}, "task": 1}
+TABLE = pl.DataFrame({"task": [0, 1], "loss": [0.5, None], "part": ["a", "b"]})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_an_object_is_named_by_its_content(store: Store) -> None:
+    digest = store.put(TREE)
+    assert digest == state.digest(TREE)
+    assert torch.equal(store.get(digest)["weights"]["a"], TREE["weights"]["a"])
+    assert store.put({"task": 1, "weights": {"a": TREE["weights"]["a"].clone()}}) == digest
+    assert store.put(TREE | {"task": 2}) != digest
+
+
+def test_what_is_there_is_not_written_again(store: Store) -> None:
+    digests = [store.put(TREE), store.put_table(TABLE)]
+    before = [store.path(digest).stat().st_ino for digest in digests]
+    assert [store.put(TREE), store.put_table(TABLE)] == digests
+    assert [store.path(digest).stat().st_ino for digest in digests] == before
+
+
+def test_a_file_is_adopted_under_the_name_that_its_tree_would_get(store: Store, tmp_path: Path) -> None:
+    state.save(TREE, tmp_path / "memory.safetensors")
+    digest = store.adopt(tmp_path / "memory.safetensors")
+    assert digest == state.digest(TREE)
+    (tmp_path / "memory.safetensors").unlink()
+    assert store.get(digest)["task"] == 1
+    assert store.adopt(store.path(digest)) == digest
+
+
+def test_a_table_comes_back_whole(store: Store) -> None:
+    digest = store.put_table(TABLE)
+    back = store.get_table(digest)
+    assert back.equals(TABLE)
+    assert back.schema == TABLE.schema
+    assert store.put_table(TABLE.with_columns(task=pl.col("task") + 1)) != digest
+
+
+def test_nothing_changed_is_ever_read_as_if_it_were_not(store: Store) -> None:
+    tree, table = store.put(TREE), store.put_table(TABLE)
+    for digest, read in ((tree, store.get), (table, store.get_table)):
+        file = store.path(digest)
+        content = file.read_bytes()
+        for place in range(0, len(content), 3):
+            flip(file, place)
+            with pytest.raises(UserError, match=digest):
+                read(digest)
+            file.write_bytes(content)
+        file.write_bytes(content[:-1])
+        with pytest.raises(UserError, match=digest):
+            read(digest)
+        file.unlink()
+        with pytest.raises(UserError, match=f"{digest} is missing"):
+            read(digest)
+
+
+def test_an_outcome_is_recalled_while_all_that_it_names_is_there(store: Store) -> None:
+    assert store.recall("key") is None
+    outcome = {"objects": {"state": store.put(TREE), "rounds": store.put_table(TABLE)}, "seconds": 0.5}
+    store.record("key", outcome)
+    assert store.recall("key") == outcome
+    assert store.recall("other") is None
+    store.path(outcome["objects"]["rounds"]).unlink()
+    assert store.recall("key") is None
+
+
+@pytest.mark.parametrize("content", ["", '{"objects": {', "[]", '{"seconds": 1}', "\0\0"])
+def test_a_spoilt_record_is_an_error_that_names_it(store: Store, content: str) -> None:
+    store.record("key", {"objects": {}, "seconds": 0.5})
+    file = store.root / "done" / "key.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=str(file)):
+        store.recall("key")
+
+
+def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) -> None:
+    state.save(TREE, tmp_path / "memory")
+    digests = {store.put(TREE), store.adopt(tmp_path / "memory"), store.put_table(TABLE)}
+    store.record("key", {"objects": {}})
+    with pytest.raises(TypeError):
+        store.put({"a": {1, 2}})
+    files = {file.name for _, _, files in os.walk(store.root) for file in map(Path, files)}
+    assert files == digests | {"key.json"}
+    assert json.loads((store.root / "done" / "key.json").read_text()) == {"objects": {}}

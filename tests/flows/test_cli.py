@@ -1,0 +1,183 @@
+"""The command line: what it imports, what it prints, and how it tells a mistake."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from fclmodels.plugins import all_of
+from fclmodels.report import comparison
+from flows.ending import end_well
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "torchvision", "prefect", "mlflow", "dvc", "polars", "numpy", "pydantic", "sklearn", "plotly")
+Fcl = Callable[..., int]
+
+SETTINGS = """
+data: {source: digits}
+federation: {rounds: 2}
+experiment: {methods: [fedavg], seeds: [0]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with settings and nothing else."""
+    (tmp_path / "params.yaml").write_text(SETTINGS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    started = time.perf_counter()
+    end = python(
+        "import sys; from flows.cli import app; from flows.ending import end_well; end_well(app, ['--help']);"
+        f"print('imported:', sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    print(f"fcl --help took {time.perf_counter() - started:.2f} s")
+    assert end.stdout.splitlines()[-1] == "imported: []"
+    assert "Exit codes: 0 done, 1 something failed, 2 a mistake" in " ".join(end.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("rum", "fcl: No such command 'rum'. Did you mean 'run'? See: fcl --help"),
+        ("run --method fedavg --sed 1", "--seed"),
+        ("run", "fcl run: Missing option '--method'"),
+        ("run -m fedavg --seed one", "Invalid value for '--seed'"),
+        ("run -m fedavg --seed -1", "Invalid value for '--seed'"),
+        ("run -m fedavgg", "fedavgg is not a method. Did you mean fedavg?"),
+        ("run -m fedavg --set federation.roundz=3", "Did you mean federation.rounds?"),
+        ("run -m fedavg --set federation.rounds=0", "federation.rounds"),
+        ("run -m fedavg --set rounds", "rounds"),
+        ("run -m fedavg --params parms.yaml", "parms.yaml"),
+        ("run -m fedavg --set partition.kind=dirichlett", "Did you mean dirichlet?"),
+        ("prepare --set data.source=digit", "Did you mean digits?"),
+        ("partition --set partition.alpha=0", "partition.alpha"),
+        ("list method", "method cannot be listed. Did you mean methods?"),
+        ("params federation.roundz", "federation.roundz is"),
+        ("compare", "runs/fedavg-0: no such run folder."),
+        ("compare params.yaml", "params.yaml: no such run folder."),
+        ("report --set experiment.seeds=[]", "experiment.seeds is []"),
+        ("doctor --set device=7", "device"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    fcl: Fcl, here: Path, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fcl(*command.split()) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert told in line
+    assert out == ""
+    assert [path.name for path in here.iterdir()] == ["params.yaml"]
+
+
+@pytest.mark.parametrize("package", ["prefect", "mlflow"])
+def test_a_missing_extra_is_named(here: Path, package: str) -> None:
+    end = python(
+        f"import sys; sys.modules[{package!r}] = None; from flows.cli import app; from flows.ending import end_well;"
+        "import flows.servers; flows.servers.connect = lambda home: 'http://127.0.0.1:9';"
+        "sys.exit(end_well(app, ['run', '-m', 'fedavg']))"
+    )
+    assert end.returncode == 2
+    assert end.stderr == f"{package} is not installed. This command needs it: pip install 'fclflow[workflow]'\n"
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint\n"),
+        (OSError(28, "No space left on device", "x"), 1, "fcl failed: OSError: [Errno 28] No space left on device: 'x'\n"),
+    ],
+)
+def test_an_end_that_is_no_fault_of_the_program_has_no_traceback(
+    problem: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_well(app_that_raises(problem), []) == code
+    assert capsys.readouterr().err == told
+
+
+def test_a_fault_of_the_program_has_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end_well(app_that_raises(ZeroDivisionError("by nothing")), []) == 1
+    told = capsys.readouterr().err
+    assert "in command\n    raise problem" in told
+    assert "site-packages/typer" not in told
+    assert told.endswith("fcl failed: ZeroDivisionError: by nothing\n")
+
+
+def app_that_raises(problem: BaseException) -> typer.Typer:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def command() -> None:
+        raise problem
+
+    return app
+
+
+@pytest.mark.parametrize("kind", ["method", "source", "stream", "partition", "backbone"])
+def test_list_names_every_plugin(fcl: Fcl, here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fcl("list", f"{kind}s", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(all_of(kind))
+    assert all(row["what"] for row in rows)
+
+
+def test_params_explains_a_plugin(fcl: Fcl, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fcl("params", "fedprox", "--json") == 0
+    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["methods.fedprox.mu"]["type"] == "float"
+    assert rows["methods.fedprox.mu"]["meaning"]
+    assert fcl("params", "fedprox") == 0
+    assert "methods.fedprox.mu" in capsys.readouterr().out
+
+
+def test_doctor_looks_at_everything_and_starts_nothing(
+    fcl: Fcl, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert fcl("doctor", "--json") == 0
+    rows = {row["what"]: row["found"] for row in json.loads(capsys.readouterr().out)}
+    assert {"python", "torch", "prefect", "mlflow", "cores", "torch threads", "device", "disk", "malloc"} < set(rows)
+    assert rows["Prefect server"].startswith("none runs")
+    assert not Path(".fcl").exists()
+
+
+def test_doctor_reports_a_server_that_does_not_answer(
+    fcl: Fcl, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert fcl("doctor") == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1:9" in line]
+    assert line.split()[-1] == "PROBLEM"
+
+
+def test_run_prints_its_result_and_compare_the_means(
+    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = ["runs/fedavg-0", "runs/fedavg-1"]
+    for seed in "01":
+        assert fcl("run", "-m", "fedavg", "-s", seed, "--json", "-q") == 0
+        out = capsys.readouterr().out
+        assert json.loads(out) == json.loads(Path(f"runs/fedavg-{seed}/result.json").read_text())
+    before = sorted(project.rglob("*"))
+    assert fcl("compare", *folders, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == comparison(folders).to_dicts()
+    assert fcl("compare", "--set", "experiment.seeds=[0, 1]") == 0
+    table = capsys.readouterr().out
+    assert "fedavg" in table
+    assert "±" in table
+    assert sorted(project.rglob("*")) == before

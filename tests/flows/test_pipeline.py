@@ -1,0 +1,168 @@
+"""The pipeline under real DVC, Git, Prefect and MLflow, each command a process of its own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("flows", "tasks", "fclmodels", ".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "params.yaml")
+SMALLER = {"rounds: 10": "rounds: 2", "  tasks: 5": "  tasks: 2", "backbone: cnn": "backbone: mlp"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+Tool = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh clone of this project with a smaller experiment, and `fcl` on the path."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tmp", "cache"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    settings = (folder / "params.yaml").read_text()
+    for old, new in SMALLER.items():
+        assert old in settings
+        settings = settings.replace(old, new)
+    (folder / "params.yaml").write_text(settings)
+    fcl = folder / ".bin" / "fcl"
+    fcl.parent.mkdir()
+    fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli "$@"\n')
+    fcl.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tool(folder: Path) -> Iterator[Tool]:
+    """Runs `git` or `dvc` in the clone; what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = kept | {
+        "PATH": f"{folder}/.bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "FCL_SERVER_IDLE_SECONDS": "20",
+    }
+
+    def run(*command: str) -> str:
+        start = [sys.executable, "-m", "dvc"] if command[0] == "dvc" else [command[0]]
+        end = subprocess.run(
+            [*start, *command[1:]],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert end.returncode == 0, end.stdout
+        return end.stdout
+
+    run("git", "init", "-q")
+    run("git", "add", ".")
+    run("git", "commit", "-qm", "start")
+    yield run
+
+
+@pytest.fixture(scope="module")
+def first(tool: Tool) -> str:
+    """What the first repro printed; its results are committed."""
+    printed = tool("dvc", "repro")
+    tool("git", "add", ".")
+    tool("git", "commit", "-qm", "results")
+    return printed
+
+
+def ran(printed: str) -> set[str]:
+    """The stages whose commands were run."""
+    return set(re.findall(r"Running stage '(.*)':", printed))
+
+
+def test_every_stage_runs_once_with_one_server(folder: Path, first: str) -> None:
+    experiments = {f"experiment@{method}-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)}
+    assert ran(first) == {"prepare", "partition", "report"} | experiments
+    assert "Traceback" not in first
+    assert "Warning" not in first
+    assert (folder / "report" / "index.html").exists()
+    assert (folder / ".fcl" / "prefect" / "server.log").read_text().count("Check out the dashboard") == 1
+
+
+def test_without_changes_there_is_nothing_to_do(tool: Tool, first: str) -> None:
+    started = time.monotonic()
+    assert ran(tool("dvc", "repro")) == set()
+    assert time.monotonic() - started < 5
+
+
+def test_mlflow_has_one_run_for_each_method_and_seed(folder: Path, first: str) -> None:
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert {run.info.run_name for run in runs} == {"fedavg-0", "fedavg-1", "fedprox-0", "fedprox-1"}
+    assert len(runs) == 4
+    for run in runs:
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["dvc.stage"] == f"experiment@{run.info.run_name}"
+        result = json.loads((folder / "runs" / run.info.run_name / "result.json").read_text())
+        assert run.data.metrics["task_agnostic/acc"] == pytest.approx(result["metrics"]["task_agnostic"]["acc"])
+
+
+def test_dvc_shows_metrics_and_plots(folder: Path, tool: Tool, first: str) -> None:
+    shown = json.loads(tool("dvc", "metrics", "show", "--json"))[""]["data"]
+    result = json.loads((folder / "runs/fedavg-0/result.json").read_text())
+    metrics = shown["report/metrics/fedavg-0.json"]["data"]
+    assert metrics["task_agnostic"]["acc"] == result["metrics"]["task_agnostic"]["acc"]
+    assert shown["data/splits/statistics.json"]["data"]["clients"] == 10
+    plots = json.loads(tool("dvc", "plots", "show", "--json"))
+    assert not plots.get("errors")
+    assert len(plots["data"]) == 4
+    matrix = plots["data"]["accuracy matrix"][0]["content"]["data"]["values"]
+    assert {"method", "seed", "learned", "task", "accuracy"} <= set(matrix[0])
+
+
+def test_a_changed_method_runs_alone(folder: Path, tool: Tool, first: str) -> None:
+    settings = (folder / "params.yaml").read_text()
+    (folder / "params.yaml").write_text(settings.replace("mu: 0.01", "mu: 3.0"))
+    diff = json.loads(tool("dvc", "params", "diff", "--json"))
+    assert [(name, change["old"], change["new"]) for name, change in diff["params.yaml"].items()] == [
+        ("methods.fedprox.mu", 0.01, 3.0)
+    ]
+    before = (folder / "runs/fedprox-0/result.json").read_text()
+    assert ran(tool("dvc", "repro")) == {"experiment@fedprox-0", "experiment@fedprox-1", "report"}
+    assert (folder / "runs/fedprox-0/result.json").read_text() != before
+    (folder / "params.yaml").write_text(settings)
+    assert ran(tool("dvc", "repro")) == set()  # DVC has the old results still
+    assert (folder / "runs/fedprox-0/result.json").read_text() == before
+
+
+def test_changed_code_of_one_method_trains_that_method_only(folder: Path, tool: Tool, first: str) -> None:
+    source = folder / "fclmodels/methods/fedprox.py"
+    text = source.read_text()
+    source.write_text(f"{text}# as before\n")
+    printed = tool("dvc", "repro")
+    source.write_text(text)
+    learned = [line for line in printed.splitlines() if re.match(r"fed\w+-\d: task", line)]
+    assert len(learned) == 8
+    assert {line.partition("-")[0] for line in learned if line.endswith("(known from before)")} == {"fedavg"}
+    assert {line.partition("-")[0] for line in learned if not line.endswith("(known from before)")} == {"fedprox"}
+    tool("dvc", "repro")
+
+
+def test_an_experiment_of_dvc_is_kept_with_its_metrics(folder: Path, tool: Tool, first: str) -> None:
+    printed = tool("dvc", "exp", "run", "-n", "stronger", "-S", "methods.fedprox.mu=0.5")
+    assert ran(printed) == {"experiment@fedprox-0", "experiment@fedprox-1", "report"}
+    shown = json.loads(tool("dvc", "exp", "show", "--json"))
+    (kept,) = [e["revs"][0]["data"] for base in shown for e in base["experiments"] or () if e["name"] == "stronger"]
+    assert kept["params"]["params.yaml"]["data"]["methods"]["fedprox"]["mu"] == 0.5
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    tagged = [run for run in runs if run.data.tags.get("dvc.experiment") == "stronger"]
+    assert {run.info.run_name for run in tagged} == {"fedprox-0", "fedprox-1"}
+    assert {run.data.params["methods.fedprox.mu"] for run in tagged} == {"0.5"}

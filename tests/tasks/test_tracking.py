@@ -1,0 +1,200 @@
+"""The MLflow run of an experiment: one, whatever happens to the process that fills it."""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlflow
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from fclmodels import state
+from fclmodels.backbones.network import build
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.errors import UserError
+from fclmodels.experiment import Experiment, digest_of
+from fclmodels.settings import TrackingSettings
+from tasks.tracked_artifacts import as_table, heat_map, log_model
+from tasks.tracking import Tracking, tracked
+
+SUMMARY = {"task_agnostic": {"acc": 0.5, "ft": None}}
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow takes a second to make one."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def settings(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackingSettings]:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    tracking_uri = mlflow.get_tracking_uri()
+    yield TrackingSettings(uri=f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(tracking_uri)
+
+
+def experiment(**changes: Any) -> Experiment:
+    """What tracking sees of an experiment."""
+    facts: dict[str, Any] = {"label": "fedavg-0", "seed": 0, "tasks": 2, "settings": {"a": {"b": 1, "c": [1, 2]}, "d": None}}
+    facts |= changes
+    kinds = {"data": SimpleNamespace(source="digits"), "stream": SimpleNamespace(kind="s"), "partition": SimpleNamespace(kind="p")}
+    return SimpleNamespace(  # type: ignore[return-value]
+        **facts,
+        params=SimpleNamespace(**kinds),
+        splits=SimpleNamespace(digest="5" * 64, folder=Path("data/splits")),
+        step=lambda stage, before, task: SimpleNamespace(key=digest_of([stage, before, task, facts["settings"]])),
+    )
+
+
+def rounds(task: int, count: int = 2) -> pl.DataFrame:
+    steps = range(task * count, (task + 1) * count)
+    return pl.DataFrame([{"step": s, "loss": s / 2, "bytes_up": 1, "bytes_down": 2, "seconds": 0.5} for s in steps])
+
+
+def all_runs(settings: TrackingSettings) -> list[Run]:
+    client = MlflowClient(settings.uri)
+    return list(client.search_runs([e.experiment_id for e in client.search_experiments()]))
+
+
+def fill(tracking: Tracking, upto: int) -> None:
+    for learned in range(1, upto + 1):
+        tracking.task_learned(learned, rounds(learned - 1), SUMMARY)
+
+
+def test_a_run_tells_its_settings_data_and_origin(settings: TrackingSettings, tmp_path: Path) -> None:
+    with tracked(experiment(), settings, tmp_path):
+        pass
+    (run,) = all_runs(settings)
+    assert run.info.run_name == "fedavg-0"
+    assert run.data.params == {"a.b": "1", "a.c": "[1, 2]", "d": "None"}
+    assert run.data.tags.items() >= {"method": "fedavg", "seed": "0", "scenario": "digits, s, p"}.items()
+    (used,) = run.inputs.dataset_inputs
+    assert used.dataset.digest == "5" * 36
+    assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+
+
+def test_the_same_experiment_is_the_same_run_another_is_another(settings: TrackingSettings, tmp_path: Path) -> None:
+    ids = []
+    for made in (experiment(), experiment(), experiment(settings={"a": 2}), experiment(label="fedavg-0")):
+        with tracked(made, settings, tmp_path) as tracking:
+            ids.append(tracking.id)
+    assert ids[0] == ids[1] == ids[3] != ids[2]
+    assert len(all_runs(settings)) == 2
+
+
+def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path: Path) -> None:
+    for upto in (1, 2, 2):
+        with tracked(experiment(), settings, tmp_path) as tracking:
+            fill(tracking, upto)
+    client = MlflowClient(settings.uri)
+    losses = client.get_metric_history(tracking.id, "train/loss")
+    assert [(m.step, m.value) for m in losses] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+    assert [m.step for m in client.get_metric_history(tracking.id, "task_agnostic/acc")] == [1, 2]
+    assert client.get_metric_history(tracking.id, "task_agnostic/ft") == []
+
+
+@pytest.mark.parametrize(("problem", "status"), [(ValueError("no"), "FAILED"), (KeyboardInterrupt(), "KILLED")])
+def test_a_run_that_ended_badly_says_so_until_it_goes_on(
+    settings: TrackingSettings, tmp_path: Path, problem: BaseException, status: str
+) -> None:
+    with pytest.raises(type(problem)), tracked(experiment(), settings, tmp_path):
+        raise problem
+    (run,) = all_runs(settings)
+    assert run.info.status == status
+    assert type(problem).__name__ in run.data.tags["fcl.error"]
+    with tracked(experiment(), settings, tmp_path):
+        (run,) = all_runs(settings)
+        assert run.info.status == "RUNNING"
+        assert "fcl.error" not in run.data.tags
+
+
+def test_a_complete_run_is_left_alone(settings: TrackingSettings, tmp_path: Path) -> None:
+    with tracked(experiment(), settings, tmp_path) as tracking:
+        fill(tracking, 2)
+        tracking.client.set_terminated(tracking.id, "FINISHED")
+    (before,) = all_runs(settings)
+    with pytest.raises(ValueError, match="later"), tracked(experiment(), settings, tmp_path) as tracking:
+        assert tracking.complete
+        fill(tracking, 2)
+        raise ValueError("later")
+    (after,) = all_runs(settings)
+    assert after.to_dictionary() == before.to_dictionary()
+
+
+def test_thousands_of_numbers_and_hundreds_of_settings_fit(settings: TrackingSettings, tmp_path: Path) -> None:
+    many = {f"setting_{i}": i for i in range(250)}
+    with tracked(experiment(settings=many), settings, tmp_path) as tracking:
+        tracking.task_learned(1, rounds(0, count=700), SUMMARY)
+    assert len(MlflowClient(settings.uri).get_metric_history(tracking.id, "train/loss")) == 700
+    assert len(all_runs(settings)[0].data.params) == 250
+
+
+def test_a_thread_makes_no_stray_run(settings: TrackingSettings, tmp_path: Path) -> None:
+    with tracked(experiment(), settings, tmp_path) as tracking:
+        thread = threading.Thread(target=fill, args=(tracking, 2))
+        thread.start()
+        thread.join()
+    (run,) = all_runs(settings)
+    assert run.data.metrics["train/loss"] == 1.5
+
+
+def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "DVC_STAGE", "experiment@fedavg-0")
+    with tracked(experiment(), settings, tmp_path):
+        pass
+    assert all_runs(settings)[0].data.tags["dvc.stage"] == "experiment@fedavg-0"
+
+
+@pytest.mark.parametrize("uri", ["gopher://x", "sqlite:////dev/null/mlflow.db", "sqlite:///params.yaml", "./mlruns"])
+def test_a_store_that_cannot_be_used_is_a_mistake(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text("no database: at all\n")
+    with pytest.raises(UserError, match=f"^tracking.uri: {uri} cannot be used: "):
+        with tracked(experiment(), TrackingSettings(uri=uri), tmp_path):
+            pytest.fail("nothing to track")
+
+
+def test_the_matrix_as_table_and_picture() -> None:
+    accuracies = np.array([[0.1, np.nan], [0.9, 0.2], [0.3, 0.8]])
+    assert as_table(accuracies) == {
+        "columns": ["tasks learned", "task 1", "task 2"],
+        "data": [[0, 0.1, None], [1, 0.9, 0.2], [2, 0.3, 0.8]],
+    }
+    axes = heat_map(accuracies).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["10", "90", "20", "30", "80"]
+
+
+def test_the_tracked_model_answers_like_the_network(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    spec = ModelSpec({"backbone": "mlp", "hidden": 8}, (1, 4, 4), "growing", ((0, 1), (2,)))
+    network = build(spec, torch.Generator().manual_seed(0)).eval()
+    folder = tmp_path / "model"
+    state.save(dict(network.state_dict()), folder / "weights.safetensors")
+    state.write_json(folder / "spec.json", spec.to_json())
+    facts = {"shape": [1, 4, 4], "mean": [0.5], "std": [0.25], "classes": ["ant", "bee", "cat"]}
+    state.write_json(tmp_path / "stream.json", facts)
+    with tracked(experiment(), settings, tmp_path) as tracking:
+        log_model(tracking.client, tracking.id, folder, tmp_path / "stream.json")
+    (run,) = all_runs(settings)
+    (logged,) = run.outputs.model_outputs
+
+    images = np.random.default_rng(0).integers(0, 256, (20, 1, 4, 4), dtype=np.uint8)
+    with torch.inference_mode():
+        answers = network((torch.from_numpy(images) / 255 - 0.5) / 0.25).argmax(1)
+    served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
+    assert served.predict(images).tolist() == [facts["classes"][i] for i in answers]
+    assert not [path for path in (tmp_path / "mlartifacts").rglob("*") if path.suffix in (".pkl", ".pt", ".pth")]
