@@ -56,7 +56,8 @@ def _imports(name: str) -> tuple[str, ...]:
 @functools.cache
 def _path(name: str) -> Path:
     spec = _spec(name)
-    assert spec is not None and spec.origin is not None, name
+    assert spec, name
+    assert spec.origin, name
     return Path(spec.origin)
 
 

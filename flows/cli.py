@@ -1,5 +1,6 @@
 """The command `fcl`. Nothing heavy is imported before a command needs it."""
 
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -243,6 +244,7 @@ def _runs(params: Path, overrides: list[str]) -> list[Path]:
 
 
 def main() -> None:
+    gc.disable()  # importing makes many objects and no garbage; a flow turns it on again before it works
     sys.exit(end_well(app, sys.argv[1:]))
 
 

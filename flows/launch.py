@@ -1,5 +1,6 @@
 """Starts a flow from the command line: surroundings, the server, and meanwhile what takes seconds to import."""
 
+import gc
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,8 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
     url = servers.connect(environment.HOME)
     entry = getattr(import_module(module), flow)
     servers.wait(url, environment.HOME)
+    gc.freeze()  # what was imported stays: looking through it again, at the latest at exit, takes a second
+    gc.enable()
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     # The thread of the heartbeat ends a flow run a second late, and no setting from outside can switch it off.

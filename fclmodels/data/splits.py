@@ -99,10 +99,7 @@ class Splits:
     def rows(self, task: int, split: str, client: int | None = None) -> Rows:
         """Rows of one task and split: of one client, or of all of them."""
         groups = self._groups.get((task, split), {})
-        if client is None:
-            spans = list(groups.values())
-        else:
-            spans = [groups[client]] if client in groups else []
+        spans = [groups[owner] for owner in (groups if client is None else groups.keys() & {client})]
         span = (spans[0][0], spans[-1][1]) if spans else (0, 0)
         return Rows(*(column[slice(*span)] for column in self._columns))
 

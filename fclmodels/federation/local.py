@@ -3,7 +3,7 @@
 - `loss(training, batch)`: the loss of a batch; the default is cross entropy.
 - `gradient(training)`: after the backward pass; may change the gradients in place.
 - `step(training, steps)`: the optimiser's whole proposed step {name: tensor}, so momentum, Adam and weight decay
-  are in it; returns the step that is taken. It costs a copy of the model, so it is None where a method does not bend it.
+  are in it; returns the step that is taken. It costs a copy of the model, so where no method bends it it is None.
 """
 
 from typing import TYPE_CHECKING

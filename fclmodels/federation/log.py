@@ -11,10 +11,9 @@ class Log:
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")
-        if self._file.tell() < length:
-            self._file.close()
+        if length and (not path.exists() or path.stat().st_size < length):
             raise UserError(f"{path} was cut short. Delete {path.parent} to train this task from its start.")
+        self._file = open(path, "ab")  # noqa: SIM115 -- open as long as the log is
         self._file.truncate(length)
         self._file.seek(length)
 

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, product
 from pathlib import Path
@@ -66,30 +65,27 @@ def write_splits(
     permuted: bool = False,
     head: str = "growing",
     shape: tuple[int, int, int] = (1, 6, 6),
-    order: tuple[int, ...] = (),
 ) -> Splits:
-    """Prepared images and their splits. `train`: samples of each (task, client); `order`: of the tasks' contents.
+    """Prepared images and their splits. `train`: samples of each (task, client), or of all.
 
     Each class is a random pattern with noise over it; a domain (one a task) shifts its brightness.
     """
-    order = order or tuple(range(tasks))
     sizes = train if isinstance(train, Mapping) else dict.fromkeys(product(range(tasks), range(clients)), train)
     rows, images, random = [], [], np.random.default_rng(0)
     patterns = random.integers(40, 180, (tasks * classes, *shape))
     noise = np.random.default_rng(1)
-    for content, client in product(range(tasks), range(clients)):
+    for task, client in product(range(tasks), range(clients)):
         owner = -1 if shared_test else client
         for split, n, who in (
-            ("train", sizes.get((content, client), 0), client),
+            ("train", sizes.get((task, client), 0), client),
             ("val", val, client),
             ("test", test, owner),
         ):
-            for i in range(n if (content, client) in sizes or split == "test" else 0):
+            for i in range(n if (task, client) in sizes or split == "test" else 0):
                 kind = (i + client) % classes
-                task = order.index(content)
                 label = kind if same_classes else task * classes + kind
-                rows.append((len(rows), label, content if same_classes else 0, task, who, split))
-                pattern = patterns[kind if same_classes else content * classes + kind] + 20 * content * same_classes
+                rows.append((len(rows), label, task if same_classes else 0, task, who, split))
+                pattern = patterns[kind if same_classes else task * classes + kind] + 20 * task * same_classes
                 images.append((pattern + noise.integers(0, 30, shape)).clip(0, 255))
     manifest = pl.DataFrame(rows, schema=SCHEMA, orient="row").sort("task", "client", "split", "sample")
     stack = np.array(images, np.uint8)
@@ -249,7 +245,6 @@ def toys() -> Iterator[Path]:
     folder = Path(__file__).parent / "toys"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         importlib.import_module("sitecustomize")
         yield folder
         for package in (fclmodels.backbones, fclmodels.methods):

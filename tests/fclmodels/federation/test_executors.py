@@ -154,6 +154,7 @@ def test_a_users_mistake_in_a_client_stays_one_line(
     assert str(error.value) == "client 1 has no disk. Give it one."
 
 
+@pytest.mark.slow
 def test_a_client_that_kills_every_worker_is_named(
     uneven: Splits, experiment_of: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

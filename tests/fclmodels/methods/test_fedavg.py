@@ -213,6 +213,16 @@ def test_the_loss_over_a_task_is_cross_entropy_of_its_own_columns(method_of: Cal
     torch.testing.assert_close(method.cross_entropy(network, network.backbone(x), y, 1), expected)
 
 
+def test_other_tasks_heads_do_not_travel_upwards(
+    method_of: Callable, splits_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    method = method_of(splits=splits_of(tasks=3, head="per-task"))
+    server = method.start_task(federate(method, 1), 1)
+    reply, _ = method.train(client_of(method, 0, 1), method.payload(server))
+    heads = {name for name in reply.parts["update"].tensors if name.startswith("heads.")}
+    assert heads == {"heads.1.weight", "heads.1.bias"}
+
+
 def test_a_grown_head_starts_from_the_old_one(method_of: Callable, federate: Callable) -> None:
     method = method_of()
     first: Server = federate(method, 1)
