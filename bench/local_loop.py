@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from fclmodels import params, plugins
 from fclmodels.backbones.network import Network, skeleton
 from fclmodels.backbones.spec import ModelSpec
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits import Splits, content_digest
 from fclmodels.federation import malloc
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.executor import Serial
@@ -78,8 +78,9 @@ def make_splits(work: Work, folder: Path) -> Splits:
     facts = {
         "format": 1, "kind": "class-incremental", "tasks": [task], "classes": [str(c) for c in range(work.classes)],
         "clients": work.clients, "shape": work.shape, "mean": [0.5] * work.shape[0], "std": [0.5] * work.shape[0],
-        "head": "growing", "prepared": "../prepared", "prepared_digest": "random", "digest": "random",
+        "head": "growing", "prepared": "../prepared", "prepared_digest": "random",
     }  # fmt: skip
+    facts["digest"] = content_digest(table, facts)
     write_json(folder / "splits" / "stream.json", facts)
     return Splits.open(folder / "splits")
 

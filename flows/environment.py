@@ -11,6 +11,7 @@ HOME = Path(".fcl")
 
 def settle(home: Path = HOME) -> None:
     folder = home.resolve()
+    (folder / "prefect").mkdir(parents=True, exist_ok=True)  # Prefect warns where even the folder above is missing
     defaults = {
         "DO_NOT_TRACK": "true",
         "GIT_PYTHON_REFRESH": "quiet",

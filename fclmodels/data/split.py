@@ -3,7 +3,6 @@
 Test rows are cut first and go their own way: nothing that is decided for train and val rows depends on them.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,11 +19,10 @@ from fclmodels.data.partitions.base import Partition
 from fclmodels.data.partitions.dealing import Given, deal
 from fclmodels.data.partitions.held_out import cut_test, cut_val, units_of
 from fclmodels.data.prepare import Prepared
+from fclmodels.data.splits import FORMAT, SPLITS, content_digest
 from fclmodels.data.streams.base import Layout, Pool, Samples, Stream
 from fclmodels.errors import UserError
 
-FORMAT = 1
-SPLITS = ("train", "val", "test")
 FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
 SCHEMA = pl.Schema(
     {
@@ -44,7 +42,7 @@ def split(prepared_folder: Path, stream: Stream, partition: Partition, out_folde
     prepared = Prepared.open(prepared_folder)
     layout, manifest = arrange(prepared, stream, partition)
     facts = _facts(prepared, stream, layout, partition.settings.clients)
-    facts["digest"] = _digest(manifest, facts)
+    facts["digest"] = content_digest(manifest, facts)
     facts["prepared"] = os.path.relpath(Path(prepared_folder).resolve(), out_folder.resolve())
     table = statistics.table(manifest)
     with _replacing(out_folder) as folder:
@@ -149,14 +147,6 @@ def _facts(prepared: Prepared, stream: Stream, layout: Layout, clients: int) -> 
         "head": stream.head,
         "prepared_digest": meta.digest,
     }
-
-
-def _digest(manifest: pl.DataFrame, facts: dict[str, Any]) -> str:
-    """SHA-256 of the manifest's values and the facts, whatever their files' formats."""
-    state = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for column in manifest.with_columns(pl.col("split").replace_strict(SPLITS, range(3), return_dtype=pl.Int8)):
-        state.update(column.to_numpy().tobytes())
-    return state.hexdigest()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ The Parquet manifest is the single source of truth; images stay memory-mapped in
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,9 @@ from torch import Tensor
 from fclmodels.errors import UserError
 
 FORMAT = 1
+SPLITS = ("train", "val", "test")
+# What stream.json says besides what the digest covers.
+NOT_DIGESTED = ("digest", "prepared")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Splits:
             manifest = pl.read_parquet(folder / "manifest.parquet")
             if facts["format"] != FORMAT:
                 raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
+            if facts["digest"] != content_digest(manifest, facts):
+                raise ValueError("the manifest and stream.json do not match their digest: changed or cut short")
             return cls(folder, facts, manifest, _images(folder, facts, int(manifest["sample"].to_numpy().max())))
         except (ValueError, LookupError, TypeError, pl.exceptions.PolarsError) as problem:
             reason = str(problem).partition("\n")[0]
@@ -135,6 +141,16 @@ class Splits:
             groups.setdefault((task, split), {})[client] = (start, start + size)
             start += size
         return groups
+
+
+def content_digest(manifest: pl.DataFrame, facts: dict) -> str:
+    """SHA-256 of the manifest's values and the facts of stream.json, whatever their files' formats."""
+    digested = {name: value for name, value in facts.items() if name not in NOT_DIGESTED}
+    state = hashlib.sha256(json.dumps(digested, sort_keys=True).encode())
+    in_order = manifest.sort("task", "client", "split", "sample")
+    for column in in_order.with_columns(pl.col("split").replace_strict(SPLITS, range(3), return_dtype=pl.Int8)):
+        state.update(column.to_numpy().tobytes())
+    return state.hexdigest()
 
 
 def _task(index: int, facts: dict) -> Task:

@@ -9,8 +9,11 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.batch_norm import FromScratch
+from fclmodels.backbones.network import Network
+from fclmodels.backbones.spec import local_labels
 from fclmodels.federation.networks import Networks
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.server import Server
@@ -31,6 +34,10 @@ class SingleTask(FedAvg):
         earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []
         spec = self.run.spec(task + 1)
         return replace(server, spec=spec, weights=self.built(spec), task=task, knowledge={"models": earlier})
+
+    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Over the task's classes only: there are no others for a model that knows one task."""
+        return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
 
     def freezes(self, task: int) -> bool:
         return False

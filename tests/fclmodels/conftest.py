@@ -16,7 +16,7 @@ import torch
 import fclmodels.backbones
 import fclmodels.methods
 from fclmodels import params as reading
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits import Splits, content_digest
 from fclmodels.experiment import Experiment
 from fclmodels.federation import rounds
 from fclmodels.federation.checkpoints import Checkpoints
@@ -117,12 +117,26 @@ def write_splits(
         "prepared": "../prepared",
         "prepared_digest": prepared_digest,
     }
-    facts["digest"] = hashlib.sha256(json.dumps([facts, manifest.rows()]).encode()).hexdigest()
+    facts["digest"] = content_digest(manifest, facts)
     splits = folder / "splits"
     splits.mkdir()
     manifest.write_parquet(splits / "manifest.parquet")
     (splits / "stream.json").write_text(json.dumps(facts))
     return Splits.open(splits)
+
+
+@pytest.fixture(scope="session")
+def reopened() -> Callable[[Splits], Splits]:
+    """Splits whose files were changed by hand, given the digest of what they hold now, and opened anew."""
+
+    def reopen(splits: Splits) -> Splits:
+        file = splits.folder / "stream.json"
+        facts = json.loads(file.read_text())
+        facts["digest"] = content_digest(pl.read_parquet(splits.folder / "manifest.parquet"), facts)
+        file.write_text(json.dumps(facts))
+        return Splits.open(splits.folder)
+
+    return reopen
 
 
 @pytest.fixture(scope="session")

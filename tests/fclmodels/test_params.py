@@ -130,7 +130,8 @@ WRONG = {
         "params.yaml:2: data.std is [0.5, 0]; it must be a list, each item a number greater than 0."
     ),
     "augment:\n  resize_crop: [1]\n": (
-        "params.yaml:2: augment.resize_crop is [1]; it must be a list of 2, each item a number greater than 0 and at most 1, or null."
+        "params.yaml:2: augment.resize_crop is [1]; "
+        "it must be a list of 2, each item a number greater than 0 and at most 1, or null."
     ),
     "experiment: {seeds: []}": (
         "params.yaml:1: experiment.seeds is []; it must be a list of at least 1, each item a whole number at least 0."

@@ -100,7 +100,11 @@ def test_a_missing_extra_is_named(here: Path, package: str) -> None:
     ("problem", "code", "told"),
     [
         (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint\n"),
-        (OSError(28, "No space left on device", "x"), 1, "fcl failed: OSError: [Errno 28] No space left on device: 'x'\n"),
+        (
+            OSError(28, "No space left on device", "x"),
+            1,
+            "fcl failed: OSError: [Errno 28] No space left on device: 'x'\n",
+        ),
     ],
 )
 def test_an_end_that_is_no_fault_of_the_program_has_no_traceback(

@@ -50,7 +50,16 @@ def test_the_flow_finds_what_the_experiment_alone_finds(fcl: Fcl, project: Path)
 
 def test_a_second_run_trains_nothing_and_says_the_same(fcl: Fcl, project: Path, steps: list[str]) -> None:
     assert fcl("run", "-m", "fedavg", "-q") == 0
-    assert steps == ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1", "conclude 1", "evaluate 2"]
+    assert steps == [
+        "begin 0",
+        "evaluate 0",
+        "learn 0",
+        "conclude 0",
+        "evaluate 1",
+        "learn 1",
+        "conclude 1",
+        "evaluate 2",
+    ]
     first = (OUT / "result.json").read_bytes()
     steps.clear()
     assert fcl("run", "-m", "fedavg", "-q") == 0
@@ -194,7 +203,9 @@ def test_report_leaves_a_page_metrics_and_plots(fcl: Fcl, project: Path) -> None
     assert "<html" in Path("report/index.html").read_text()
     metrics = json.loads(Path("report/metrics/fedavg-0.json").read_text())
     assert metrics["task_agnostic"]["acc"] == result()["metrics"]["task_agnostic"]["acc"]
-    accuracies = [json.loads(Path(f"runs/fedavg-{s}/result.json").read_text())["metrics"]["task_agnostic"]["acc"] for s in "01"]
+    accuracies = [
+        json.loads(Path(f"runs/fedavg-{s}/result.json").read_text())["metrics"]["task_agnostic"]["acc"] for s in "01"
+    ]
     last = Path("report/plots/accuracy.csv").read_text().splitlines()[-1]
     assert float(last.split(",")[1]) == pytest.approx(sum(accuracies) / 2)
     assert Path("report/plots/bytes.csv").read_text().splitlines()[0] == "task,fedavg"

@@ -71,8 +71,9 @@ def test_a_run_that_was_ended_goes_on_and_ends_as_if_it_never_was(
     time.sleep(0.2)  # into the rounds of the second task
     ended.send_signal(end)
     printed, _ = ended.communicate()
-    assert ended.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[end]
+    assert ended.returncode == {signal.SIGINT: 130, signal.SIGTERM: -15, signal.SIGKILL: -9}[end]
     assert "Traceback" not in printed
+    assert "Warning" not in printed
     assert printed.endswith("from the last checkpoint\n") == (end == signal.SIGINT)
     assert not (tmp_path / "resumed").exists()
 

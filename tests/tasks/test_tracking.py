@@ -47,9 +47,18 @@ def settings(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def experiment(**changes: Any) -> Experiment:
     """What tracking sees of an experiment."""
-    facts: dict[str, Any] = {"label": "fedavg-0", "seed": 0, "tasks": 2, "settings": {"a": {"b": 1, "c": [1, 2]}, "d": None}}
+    facts: dict[str, Any] = {
+        "label": "fedavg-0",
+        "seed": 0,
+        "tasks": 2,
+        "settings": {"a": {"b": 1, "c": [1, 2]}, "d": None},
+    }
     facts |= changes
-    kinds = {"data": SimpleNamespace(source="digits"), "stream": SimpleNamespace(kind="s"), "partition": SimpleNamespace(kind="p")}
+    kinds = {
+        "data": SimpleNamespace(source="digits"),
+        "stream": SimpleNamespace(kind="s"),
+        "partition": SimpleNamespace(kind="p"),
+    }
     return SimpleNamespace(  # type: ignore[return-value]
         **facts,
         params=SimpleNamespace(**kinds),

@@ -73,12 +73,14 @@ def test_shared_test_rows_belong_to_nobody(own_splits: Callable[..., Splits]) ->
     assert len(everyone) == 16
 
 
-def test_a_task_pool_gives_shared_rows_to_those_who_know_their_class(own_splits: Callable[..., Splits]) -> None:
+def test_a_task_pool_gives_shared_rows_to_those_who_know_their_class(
+    own_splits: Callable[..., Splits], reopened: Callable
+) -> None:
     splits = own_splits(classes=3, shared_test=True)
     facts = json.loads((splits.folder / "stream.json").read_text())
     facts["tasks"][0]["classes_by_client"] = {"0": [0, 2], "2": [1]}
     (splits.folder / "stream.json").write_text(json.dumps(facts))
-    splits = Splits.open(splits.folder)
+    splits = reopened(splits)
     assert splits.tasks[0].classes_of(0) == (0, 2)
     assert splits.tasks[0].classes_of(None) == (0, 1, 2)
     shared = as_tuples(splits.rows(0, "test", -1))
@@ -168,3 +170,12 @@ def test_what_is_no_splits_folder_is_one_line_that_names_the_place(
     assert "\n" not in message
     assert str(splits.folder) in message or "prepared" in message
     assert "fcl " in message
+
+
+def test_a_manifest_that_was_edited_is_refused(own_splits: Callable[..., Splits]) -> None:
+    """A cached result of the old manifest would otherwise stand for the new one."""
+    splits = own_splits()
+    path = splits.folder / "manifest.parquet"
+    pl.read_parquet(path).with_columns(client=pl.lit(0, pl.Int32)).write_parquet(path)
+    with pytest.raises(UserError, match=r"do not match their digest.*fcl partition"):
+        Splits.open(splits.folder)

@@ -228,7 +228,7 @@ def test_other_networks_have_no_papers_readings(experiment_of: Callable, tmp_pat
 
 
 @pytest.fixture
-def pool(own_splits: Callable) -> Iterator[Splits]:
+def pool(own_splits: Callable, reopened: Callable) -> Iterator[Splits]:
     """Two tasks with the same four classes, of which each client has two of its own in each; shared test rows."""
     splits = coded(own_splits(tasks=2, classes=4, same_classes=True, shared_test=True))
     file = splits.folder / "stream.json"
@@ -236,7 +236,7 @@ def pool(own_splits: Callable) -> Iterator[Splits]:
     for t, task in enumerate(facts["tasks"]):
         task["classes_by_client"] = {str(c): [(c + 2 * t) % 4, (c + 2 * t + 1) % 4] for c in range(4)}
     file.write_text(json.dumps(facts))
-    return Splits.open(splits.folder)
+    return reopened(splits)
 
 
 def test_in_a_task_pool_each_client_is_judged_by_its_own_classes(pool: Splits, method_of: Callable) -> None:
@@ -270,16 +270,14 @@ def test_what_clients_count_comes_together(own_splits: Callable, method_of: Call
 
 
 def test_a_client_without_test_rows_is_judged_by_none(
-    own_splits: Callable, experiment_of: Callable, tmp_path: Path
+    own_splits: Callable, experiment_of: Callable, reopened: Callable, tmp_path: Path
 ) -> None:
     """Where models are personal, clients evaluate; one may have no test row at all, or none of a learned task."""
     splits = own_splits()
     path = splits.folder / "manifest.parquet"
     gone = (pl.col("split") == "test") & ((pl.col("client") == 1) | ((pl.col("client") == 2) & (pl.col("task") == 0)))
     pl.read_parquet(path).filter(~gone).write_parquet(path)
-    experiment = experiment_of(
-        "model.backbone=resnet18", "methods.fedavg.batch_norm=local", splits=Splits.open(splits.folder)
-    )
+    experiment = experiment_of("model.backbone=resnet18", "methods.fedavg.batch_norm=local", splits=reopened(splits))
     experiment.run(tmp_path / "run")
     table = pl.read_parquet(tmp_path / "run" / "accuracy.parquet").filter(pl.col("after") == 1, pl.col("task") == 0)
     assert set(table["client"]) == {None, 0, 3}
