@@ -222,7 +222,7 @@ def doctor(params: ParamsFile = PARAMS, overrides: Set = [], json: Json = False)
 
     rows = list(findings(load(params, overrides).tracking.uri))
     terminal.show(rows, json)
-    if any(row[""] == "PROBLEM" for row in rows):
+    if any(row["state"] == "PROBLEM" for row in rows):
         raise typer.Exit(1)
 
 

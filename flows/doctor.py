@@ -37,7 +37,7 @@ def findings(tracking_uri: str) -> Iterator[dict[str, str]]:
 
 
 def found(what: str, value: str, well: bool = True) -> dict[str, str]:
-    return {"what": what, "found": value, "": "ok" if well else "PROBLEM"}
+    return {"what": what, "found": value, "state": "ok" if well else "PROBLEM"}
 
 
 def version(package: str) -> str | None:

@@ -41,7 +41,7 @@ def experiment(
     folder = splits_for(settings, HOME, lambda text: tell(text, quiet))
     with (
         Experiment(settings, method, seed, Splits.open(folder), HOME) as run,
-        locked(HOME / "locks" / identity_of(run)),
+        locked(HOME / "locks" / identity_of(run), lambda: tell(f"{run.label}: another fcl is at it; waiting", quiet)),
     ):
         watcher = watch(run.label, [run.method.run.rounds(task) for task in range(run.tasks)], quiet)
         run.listener = watcher

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 
+from fclmodels.errors import UserError
 from flows import environment, servers
 
 START_TIMEOUT = 60.0
+LOG = "mlflow-server.log"
 
 
 def serve(tracking_uri: str, port: int) -> None:
     """Until Ctrl-C. Both servers end with this process."""
+    if tracking_uri.startswith("http"):
+        raise UserError(f"tracking.uri: {tracking_uri} is a server already. Open it in a browser.")
     environment.settle()
     import mlflow  # noqa: F401  says at once that it is missing
 
@@ -21,8 +25,7 @@ def serve(tracking_uri: str, port: int) -> None:
     port = port or servers.free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    log = environment.HOME / "mlflow-server.log"
-    with open(log, "wb") as output:
+    with open(environment.HOME / LOG, "wb") as output:
         quiet = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         server = subprocess.Popen(
             command, env=quiet, stdout=output, stderr=output, start_new_session=True, preexec_fn=_end_with_parent
@@ -53,7 +56,5 @@ def _wait(server: subprocess.Popen[bytes], port: int) -> None:
     end = time.monotonic() + START_TIMEOUT
     while not servers.healthy(f"http://127.0.0.1:{port}"):
         if server.poll() is not None or time.monotonic() > end:
-            raise servers.ServerError(
-                f"MLflow's server did not come up. Its log: {environment.HOME / 'mlflow-server.log'}"
-            )
+            raise UserError(f"MLflow's server did not come up on port {port}. Its log: {environment.HOME / LOG}")
         time.sleep(0.1)

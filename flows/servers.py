@@ -26,10 +26,6 @@ START_TIMEOUT = 120.0
 _leases: list[IO[bytes]] = []  # open for as long as this process lives
 
 
-class ServerError(Exception):
-    """The Prefect server did not come up."""
-
-
 def connect(home: Path) -> str:
     """The API address of the project's server, which may still be starting; it stays up while this process lives."""
     if given := os.environ.get("PREFECT_API_URL"):
@@ -60,10 +56,8 @@ def wait(url: str, home: Path, timeout: float = START_TIMEOUT) -> None:
     """Until the server answers. One that this project did not start gets no patience."""
     end = time.monotonic() + timeout
     while not healthy(url):
-        own = running(home) == url
-        if not own or time.monotonic() > end:
-            log = f" Its log: {home / 'prefect' / 'server.log'}" if (home / "prefect" / "server.log").exists() else ""
-            raise ServerError(f"The Prefect server at {url} does not answer.{log}")
+        if running(home) != url or time.monotonic() > end:
+            raise _no_answer(url, home)
         time.sleep(0.05)
 
 
@@ -73,7 +67,7 @@ def healthy(url: str) -> bool:
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     try:
         connection = kind(host, timeout=5)
-        connection.request("GET", f"/{path}/health")
+        connection.request("GET", f"/{path}/health".replace("//", "/"))
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
@@ -83,6 +77,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _no_answer(url: str, home: Path) -> Exception:
+    from fclmodels.errors import UserError  # not above: the server itself runs this file without the packages
+
+    known = home / "prefect" / "server.json"
+    if known.exists() and json.loads(known.read_text())["url"] == url:
+        return UserError(f"The Prefect server at {url} did not come up. Its log: {known.with_name('server.log')}")
+    return UserError(f"PREFECT_API_URL: no Prefect server answers at {url}. Start it, or unset the variable.")
 
 
 def _take_lease(folder: Path) -> None:

@@ -41,10 +41,10 @@ def write_report(runs: Sequence[Path], folder: Path) -> Path:
     """index.html, and beside it metrics and plots as files that DVC reads."""
     for run in report.read_runs(runs):
         numbers = {
-            reading: {n: v for n, v in values.items() if v is not None}
+            reading: {name: values[name] for name in METRICS if values[name] is not None}
             for reading, values in run.result.metrics.items()
         }
-        costs = {name: getattr(run.result, name) for name in ("bytes_up", "bytes_down", "bytes_kept", "seconds")}
+        costs = {name: getattr(run.result, name) for name in COSTS}
         write_json(folder / "metrics" / f"{run.folder.name}.json", {**numbers, **costs})
     curves = report.accuracy_curves(runs).filter(pl.col("reading") == READING)
     plots = {

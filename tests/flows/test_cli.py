@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys; from flows.cli import app; from flows.ending import end_well; end_well(app, ['--help']);"
         f"print('imported:', sorted(set({HEAVY}) & set(sys.modules)))"
     )
-    print(f"fcl --help took {time.perf_counter() - started:.2f} s")
+    sys.stdout.write(f"fcl --help took {time.perf_counter() - started:.2f} s\n")
     assert end.stdout.splitlines()[-1] == "imported: []"
     assert "Exit codes: 0 done, 1 something failed, 2 a mistake" in " ".join(end.stdout.split())
 

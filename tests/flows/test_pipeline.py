@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tool(folder: Path) -> Iterator[Tool]:
+def tool(folder: Path) -> Tool:
     """Runs `git` or `dvc` in the clone; what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     environment = kept | {
@@ -75,7 +75,7 @@ def tool(folder: Path) -> Iterator[Tool]:
     run("git", "init", "-q")
     run("git", "add", ".")
     run("git", "commit", "-qm", "start")
-    yield run
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fclmodels.errors import UserError
 from flows import servers
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_a_given_server_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_given_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(servers.ServerError, match="http://127.0.0.1:9/api does not answer"):
+    with pytest.raises(UserError, match=r"no Prefect server answers at http://127\.0\.0\.1:9/api"):
         servers.wait("http://127.0.0.1:9/api", tmp_path)
     assert time.monotonic() - started < 5
 

@@ -47,8 +47,6 @@ def test_joint_sees_each_row_of_all_tasks_so_far_once_an_epoch(
 def test_joint_takes_a_sample_once_where_clients_share_it(
     method_of: Callable, own_splits: Callable, reopened: Callable
 ) -> None:
-    method_of: Callable, own_splits: Callable, reopened: Callable
-) -> None:
     splits = own_splits()
     manifest = pl.read_parquet(splits.folder / "manifest.parquet")
     shared = manifest.filter(pl.col("split") == "train", pl.col("client") == 0).with_columns(client=pl.lit(3, pl.Int32))
