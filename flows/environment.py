@@ -32,6 +32,7 @@ def settle(home: Path = HOME) -> None:
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "50",
         "PREFECT_UI_STATIC_DIRECTORY": str(folder / "prefect" / "ui"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

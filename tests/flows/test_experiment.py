@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from prefect.client.orchestration import get_client
 
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Step
@@ -194,6 +195,18 @@ def test_an_impossible_store_is_a_mistake_in_the_settings(
     assert fcl("run", "-m", "fedavg", "-q", "--set", "tracking.uri=gopher://here") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tracking.uri: gopher://here cannot be used: ")
+
+
+def test_prefect_shows_progress_and_matrix(fcl: Fcl, project: Path) -> None:
+    assert fcl("run", "-m", "fedavg", "-q") == 0
+    with get_client(sync_client=True) as client:
+        latest = client.read_latest_artifacts()
+    shown = {artifact.key: artifact.data for artifact in latest}
+    assert shown["progress-fedavg-0"] == 100.0
+    rows = json.loads(str(shown["accuracy-fedavg-0"]))
+    assert [row["tasks learned"] for row in rows] == [0, 1, 2]
+    final = [float(rows[-1][f"task {task}"].removesuffix(" %")) for task in (1, 2)]
+    assert sum(final) / 2 == pytest.approx(100 * result()["metrics"]["task_agnostic"]["acc"], abs=0.1)
 
 
 def test_report_leaves_a_page_metrics_and_plots(fcl: Fcl, project: Path) -> None:
