@@ -38,13 +38,12 @@ def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -
 
 
 def refuse_foreign(folder: Path) -> None:
-    """A run folder takes the place of an older one, never of anything else."""
-    if (
-        folder.exists()
-        and not (folder / "result.json").exists()
-        and not (folder.is_dir() and not any(folder.iterdir()))
-    ):
-        raise UserError(f"{folder} is no run folder. Name one that is new or empty, or that an earlier run wrote.")
+    """A run folder takes the place of an older one, never of anything else. Asked before any work."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "result.json").is_file():
+        raise UserError(f"{folder} holds something else than a run. Name another folder, such as runs/fedavg-0.")
+    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{folder}: {there} is not a folder that can be written to. Name another.")
 
 
 def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[Outcome]") -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """One method, one seed, all tasks in turn: the steps of fclmodels.experiment as Prefect tasks, tracked by MLflow."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +9,9 @@ from prefect import flow
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from fclmodels.data.splits import Splits
-from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.params import load
+from fclmodels.run_folder import refuse_foreign
 from flows.environment import HOME
 from flows.progress import Silent, watch
 from flows.terminal import tell
@@ -51,15 +50,6 @@ def experiment(
             show_matrix(run.label, out)
             track(tracking, run.label, out, result, folder)
     return result
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Publishing replaces the whole folder, so it must be a run's, or not be there yet."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "result.json").is_file():
-        raise UserError(f"--out {folder}: holds something else than a run. Name another folder, such as runs/fedavg-0.")
-    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"--out {folder}: {there} is not a folder that can be written to. Name another.")
 
 
 def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome]:

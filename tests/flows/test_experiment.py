@@ -185,7 +185,7 @@ def test_a_run_needs_no_prepared_data(fcl: Fcl, project: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_not_replaced(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fcl("run", "-m", "fedavg", "-q", "--out", "data") == 2
-    assert capsys.readouterr().err.startswith("--out data: holds something else than a run.")
+    assert capsys.readouterr().err.startswith("data holds something else than a run.")
     assert (project / "data" / "splits" / "manifest.parquet").exists()
 
 
