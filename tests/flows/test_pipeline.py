@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,9 @@ SMALLER = {
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 Tool = Callable[..., str]
+
+
+RUNS = {"fedavg-0", "fedprox-0", "joint-0"}  # of params.yaml, with one seed
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def ran(printed: str) -> set[str]:
 
 
 def test_every_stage_runs_once_with_one_server(folder: Path, first: str) -> None:
-    assert ran(first) == {"prepare", "partition", "experiment@fedavg-0", "experiment@fedprox-0", "report"}
+    assert ran(first) == {"prepare", "partition", *(f"experiment@{run}" for run in RUNS), "report"}
     assert "Traceback" not in first
     assert "Warning" not in first
     assert (folder / "report" / "index.html").exists()
@@ -101,16 +103,14 @@ def test_every_stage_runs_once_with_one_server(folder: Path, first: str) -> None
 
 
 def test_without_changes_there_is_nothing_to_do(tool: Tool, first: str) -> None:
-    started = time.monotonic()
     assert ran(tool("dvc", "repro")) == set()
-    assert time.monotonic() - started < 5
 
 
 def test_mlflow_has_one_run_for_each_method_and_seed(folder: Path, first: str) -> None:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert {run.info.run_name for run in runs} == {"fedavg-0", "fedprox-0"}
-    assert len(runs) == 2
+    assert {run.info.run_name for run in runs} == RUNS
+    assert len(runs) == len(RUNS)
     for run in runs:
         assert run.info.status == "FINISHED"
         assert run.data.tags["dvc.stage"] == f"experiment@{run.info.run_name}"
@@ -133,10 +133,10 @@ def test_dvc_shows_metrics_and_plots(folder: Path, tool: Tool, first: str) -> No
 
 def test_a_changed_method_runs_alone(folder: Path, tool: Tool, first: str) -> None:
     settings = (folder / "params.yaml").read_text()
-    (folder / "params.yaml").write_text(settings.replace("mu: 0.01", "mu: 3.0"))
+    (folder / "params.yaml").write_text(settings.replace("mu: 1.0", "mu: 3.0"))
     diff = json.loads(tool("dvc", "params", "diff", "--json"))
     assert [(name, change["old"], change["new"]) for name, change in diff["params.yaml"].items()] == [
-        ("methods.fedprox.mu", 0.01, 3.0)
+        ("methods.fedprox.mu", 1.0, 3.0)
     ]
     before = (folder / "runs/fedprox-0/result.json").read_text()
     assert ran(tool("dvc", "repro")) == {"experiment@fedprox-0", "report"}
@@ -165,6 +165,7 @@ def test_an_experiment_of_dvc_is_kept_with_its_metrics(folder: Path, tool: Tool,
     shown = json.loads(tool("dvc", "exp", "show", "--json"))
     (kept,) = [e["revs"][0]["data"] for base in shown for e in base["experiments"] or () if e["name"] == "stronger"]
     assert kept["params"]["params.yaml"]["data"]["methods"]["fedprox"]["mu"] == 0.5
+    assert 0 < kept["metrics"]["report/metrics/fedprox-0.json"]["data"]["task_aware"]["acc"] <= 1
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     tagged = [run for run in runs if run.data.tags.get("dvc.experiment") == "stronger"]
