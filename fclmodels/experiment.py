@@ -18,6 +18,7 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
 from fclmodels.federation import evaluation, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
@@ -29,7 +30,6 @@ from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.fingerprint import source_closure
 from fclmodels.listener import Listener
-from fclmodels.metrics import summary
 from fclmodels.settings import Params
 from fclmodels.state import Tree, write_json
 from fclmodels.store import Store
@@ -52,7 +52,10 @@ class Step:
 
     def done(self) -> Outcome | None:
         """The outcome where the store holds it and every object it names."""
-        return self.experiment.store.recall(self.key)
+        outcome = self.experiment.store.recall(self.key)
+        if outcome is not None:  # a kill may have come between the record and the end of the checkpoints
+            shutil.rmtree(self.experiment.checkpoint_folder(self), ignore_errors=True)
+        return outcome
 
     def run(self) -> Outcome:
         """Do it, record the outcome, and drop the checkpoints that led to it."""
@@ -186,7 +189,6 @@ class Experiment:
             table = self._evaluated_by_clients(step, server, memories)
         else:
             table = evaluation.evaluate(self.method, server)
-        self.listener.evaluated(step.task, summary(table))
         return {"accuracy": self.store.put_table(table)}, time.perf_counter() - started
 
     def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> Any:
@@ -238,13 +240,21 @@ class Experiment:
         return {
             "method": type(self.method).name,
             "settings": settings,
-            "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights else None,
+            "weights": digest_of_file(weights) if weights else None,
+            "server_threads": SERVER_THREADS,
             "seed": self.seed,
             "splits": self.splits.digest,
             "device": self.method.run.device.type,
             "torch": torch.__version__,
             "code": source_closure(type(self.method).__module__, backbone.__module__, rounds.__name__),
         }
+
+
+def digest_of_file(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as problem:
+        raise UserError(f"model.weights: {path} cannot be read: {problem.strerror}.") from problem
 
 
 def digest_of(content: Tree) -> str:

@@ -12,6 +12,3 @@ class Listener:
 
     def round_done(self, row: dict[str, Any]) -> None:
         """A round is over; the row is the one that rounds.parquet gets."""
-
-    def evaluated(self, after: int, summary: dict[str, Any]) -> None:
-        """The model was evaluated after learning so many tasks."""

@@ -26,11 +26,12 @@ PACKAGES = ("fclflow", "torch", "numpy", "polars", "safetensors")
 def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
     """Write the whole folder beside its place, then put it there; returns what result.json says."""
     refuse_foreign(folder)
+    place, folder = folder, folder.resolve()  # a link to another disk stays a link
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        result = _write(experiment, temporary, folder, outcomes)
+        result = _write(experiment, temporary, place, outcomes)
         _put_in_place(temporary, folder)
         return result
     finally:

@@ -51,7 +51,7 @@ class StreamSettings(Settings):
 
 class PartitionSettings(Settings):
     kind: str = Field("dirichlet", description="how a task's samples go to clients: fcl list partitions")
-    clients: PositiveInt = Field(10, description="number of clients")
+    clients: PositiveInt = Field(10, le=1_000_000, description="number of clients")
     val: float = Field(0.1, ge=0, lt=1, description="share of each client's train samples set apart for tuning")
     test: float = Field(
         0.2, gt=0, lt=1, description="share of samples held out for evaluation where the source has no official split"
@@ -82,7 +82,7 @@ class FederationSettings(Settings):
         None, description="clients sampled each round; none: all that have the task's data"
     )
     local_epochs: PositiveInt = Field(1, description="epochs over its samples that a client trains in a round")
-    batch_size: PositiveInt = Field(32, description="samples a local step")
+    batch_size: PositiveInt = Field(32, le=1_000_000, description="samples a local step")
     weighting: Literal["samples", "uniform"] = Field("samples", description="weight of a client in the average")
     server_lr: PositiveFloat = Field(1.0, description="share of the average update that the server applies")
     server_lr_schedule: Literal["constant", "1/t", "1/sqrt(t)"] = Field(
@@ -91,8 +91,8 @@ class FederationSettings(Settings):
     executor: Literal["auto", "serial", "processes"] = Field(
         "auto", description="where clients run; auto measures before round 1 and keeps its choice"
     )
-    workers: PositiveInt | None = Field(None, description="worker processes; none: one a core")
-    threads: PositiveInt | Literal["auto"] = Field(
+    workers: PositiveInt | None = Field(None, le=256, description="worker processes; none: one a core")
+    threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         1, description="torch threads of the serial executor or of each worker; enters every cache key"
     )
     checkpoint_seconds: NonNegativeFloat = Field(
@@ -118,7 +118,9 @@ AreaRange = Annotated[tuple[AreaShare, AreaShare], AfterValidator(_ascending)]
 
 
 class AugmentSettings(Settings):
-    crop_padding: NonNegativeInt = Field(0, description="pixels of zero padding before a random crop of the old size")
+    crop_padding: NonNegativeInt = Field(
+        0, le=1024, description="pixels of zero padding before a random crop of the old size"
+    )
     flip: bool = Field(False, description="mirror left and right with probability 1/2")
     brightness: float = Field(0.0, ge=0, le=1, description="brightness is multiplied by a factor in 1 +- this")
     resize_crop: AreaRange | None = Field(
@@ -127,7 +129,7 @@ class AugmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    batch_size: PositiveInt = Field(256, description="samples an evaluation batch")
+    batch_size: PositiveInt = Field(256, le=1_000_000, description="samples an evaluation batch")
 
 
 class ExperimentSettings(Settings):

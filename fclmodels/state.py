@@ -81,8 +81,11 @@ def save(tree: Tree, path: Path) -> None:
     skeleton, tensors = flatten(tree)
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"fclflow": json.dumps({"format": FORMAT, "tree": skeleton}, sort_keys=True)}
-    with replacing(path) as temporary:
-        save_file(_unshared(content), temporary, metadata=metadata)
+    try:
+        with replacing(path) as temporary:
+            save_file(_unshared(content), temporary, metadata=metadata)
+    except SafetensorError as problem:
+        raise UserError(f"{path} cannot be written ({problem}). Is the disk full?") from problem
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Tree:

@@ -4,7 +4,7 @@ Labels are numbered by first appearance: after some tasks the labels seen are 0.
 over all seen classes have them as columns. A task's logits have the task's classes in the task's order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,10 +64,3 @@ def local_labels(spec: ModelSpec, task: int, labels: Tensor) -> Tensor:
     lookup = torch.full((spec.seen + 1,), -1, device=labels.device)
     lookup[columns] = torch.arange(len(columns), device=labels.device)
     return lookup[labels.clamp(max=spec.seen)]
-
-
-def class_mask(spec: ModelSpec, tasks: Iterable[int]) -> Tensor:
-    """Which of the seen labels belong to at least one of these tasks: bool [seen]."""
-    mask = torch.zeros(spec.seen, dtype=torch.bool)
-    mask[[label for task in tasks for label in spec.tasks[task]]] = True
-    return mask

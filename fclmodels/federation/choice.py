@@ -39,7 +39,8 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
     workers = federation.workers or cores()
     if federation.executor != "auto" and federation.threads != "auto":
         return Choice(federation.executor, workers, federation.threads)
-    path = folder / f"{key}.json"
+    asked = f"{federation.executor}-{federation.workers}-{federation.threads}-{cores()}"
+    path = folder / f"{key}-{asked}.json"
     if path.exists():
         try:
             return Choice(**json.loads(path.read_text()))

@@ -63,16 +63,24 @@ def read(
     run: Run, predict: Callable[[Tensor], Prediction], columns: Columns, rows: Sequence[Rows], learned: int, alone: bool
 ) -> pl.DataFrame:
     """All readings of one predictor on these test rows, one entry a task."""
-    passes = [(HONEST, task) for task in rows[learned:]]
+    tables = []
     if learned:
-        mixed = Rows.concatenate(rows[:learned])
-        order = torch.randperm(len(mixed), generator=generator("evaluation", learned)).numpy()
-        passes.append((HONEST, mixed.take(order)))
+        tables.append(_count(run, predict, columns, shuffled(rows[:learned]), HONEST))
+    if learned < len(rows):
+        # Where logits depend on the batch, tasks to come are mixed with the learned ones too, and only then told apart.
+        to_come = _count(run, predict, columns, shuffled(rows if alone else rows[learned:]), HONEST)
+        tables.append(to_come.filter(pl.col("task") >= learned))
     if alone:
-        passes += [(PAPER, task) for task in rows[:learned]]
-    tables = [_count(run, predict, columns, part, readings) for readings, part in passes if len(part)]
+        tables += [_count(run, predict, columns, shuffled([task]), PAPER) for task in rows[:learned]]
     counted = [table.with_columns(after=pl.lit(learned, pl.Int16)).select(*SCHEMA).cast(SCHEMA) for table in tables]
     return pl.concat([pl.DataFrame(schema=SCHEMA), *counted])
+
+
+def shuffled(rows: Sequence[Rows]) -> Rows:
+    """All rows in an order that neither task nor client can be told from; the same in every evaluation."""
+    together = Rows.concatenate(rows)
+    by_sample = np.lexsort((together.clients, together.samples, together.tasks))
+    return together.take(by_sample[torch.randperm(len(together), generator=generator("evaluation")).numpy()])
 
 
 @torch.inference_mode()
@@ -80,6 +88,8 @@ def _count(
     run: Run, predict: Callable[[Tensor], Prediction], columns: Columns, rows: Rows, readings: Sequence[str]
 ) -> pl.DataFrame:
     """Correct and total by task, over all clients and for each client that has test rows of its own."""
+    if not len(rows):
+        return pl.DataFrame(schema=SCHEMA).drop("after")
     masks, mask_of_row = _task_masks(run, columns, rows)
     correct = np.zeros((len(readings), len(rows)), dtype=bool)
     # What has no column yet cannot be answered right: it need not be computed.

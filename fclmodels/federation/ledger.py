@@ -56,6 +56,16 @@ class Ledger:
         self.log.append(dict(zip(SCHEMA, (task, round, clients, *what), strict=True)))
 
 
+class CentralLedger(Ledger):
+    """Of training in one place: the samples that were brought there are all that travels."""
+
+    def sent(self, job: Job, clients: Sequence[int]) -> None:
+        pass
+
+    def received(self, job: Job, answer: Answer) -> None:
+        pass
+
+
 def ledger_table(log: Log) -> pl.DataFrame:
     """One row for each (exchange, client, direction, part), in an order that does not depend on who answered first."""
     table = pl.DataFrame(log.rows(), schema={**SCHEMA, "client": pl.List(pl.Int32)})

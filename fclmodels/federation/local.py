@@ -1,6 +1,6 @@
 """The one local training loop. A method bends it with three hooks instead of copying it.
 
-- `loss(training, batch)`: the loss of a batch; the default is cross entropy.
+- `loss(training, batch)`: the loss of a batch; FedAvg's is cross entropy.
 - `gradient(training)`: after the backward pass; may change the gradients in place.
 - `step(training, steps)`: the optimiser's whole proposed step {name: tensor}, so momentum, Adam and weight decay
   are in it; returns the step that is taken. It costs a copy of the model, so where no method bends it it is None.

@@ -27,7 +27,12 @@ class Log:
 
     def rows(self) -> list[dict[str, Any]]:
         self.flush()
-        return [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        try:
+            return [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        except ValueError as problem:
+            raise UserError(
+                f"{self.path} cannot be read ({problem}). Delete {self.path.parent} to train this task from its start."
+            ) from problem
 
     def close(self) -> None:
         self._file.close()

@@ -35,6 +35,7 @@ class Processes:
             "method": type(method).name,
             "params": str(params_file.absolute()),
             "splits": str(run.splits.folder.absolute()),
+            "digest": run.splits.digest,
             "seed": run.seed,
             "threads": threads,
         }
@@ -54,26 +55,30 @@ class Processes:
         }
         orders = [{"client": c, "memory": str(memories[c].absolute()) if c in memories else None} for c in clients]
         deaths: dict[int, int] = {}
-        with selectors.DefaultSelector() as selector:
-            busy = 0
-            for worker in self._started(min(self._count, len(clients))):
-                worker.send(message)
-                busy += worker.take(orders)
-                selector.register(worker.socket, selectors.EVENT_READ, worker)
-            while busy:
-                for key, _ in selector.select():
-                    worker = key.data
-                    answer = worker.receive()
-                    busy -= 1
-                    if answer is None:
-                        selector.unregister(worker.socket)
-                        orders.insert(0, self._bury(worker, deaths))
-                        worker.start()
-                        worker.send(message)
-                        selector.register(worker.socket, selectors.EVENT_READ, worker)
+        busy = 0
+        try:
+            with selectors.DefaultSelector() as selector:
+                for worker in self._started(min(self._count, len(clients))):
+                    worker.send(message)
                     busy += worker.take(orders)
-                    if answer is not None:
-                        yield answer
+                    selector.register(worker.socket, selectors.EVENT_READ, worker)
+                while busy:
+                    for key, _ in selector.select():
+                        worker = key.data
+                        answer = worker.receive()
+                        busy -= 1
+                        if answer is None:
+                            selector.unregister(worker.socket)
+                            orders.insert(0, self._bury(worker, deaths))
+                            worker.start()
+                            worker.send(message)
+                            selector.register(worker.socket, selectors.EVENT_READ, worker)
+                        busy += worker.take(orders)
+                        if answer is not None:
+                            yield answer
+        finally:
+            if busy:  # interrupted: what these workers still answer belongs to no one
+                self.close()
 
     def close(self) -> None:
         for worker in self._workers:

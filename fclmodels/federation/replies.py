@@ -58,12 +58,14 @@ class Replies:
         self.clients = tuple(clients)
         self.spool = spool
         self.facts: dict[int, dict[str, float]] = {}
+        self.parts: set[str] = set()
         self._place = {client: index for index, client in enumerate(self.clients)}
         self._sums: dict[str, TreeSum] = {}
 
     def add(self, client: int, reply: Reply) -> None:
         """Fold in what is needed as a sum only, spool what is needed one by one."""
         self.facts[client] = {"loss": reply.loss, "samples": reply.samples, "base_round": reply.base_round}
+        self.parts |= reply.parts.keys()
         for name, part in reply.parts.items():
             if part.least == "sum":
                 self._sums.setdefault(name, TreeSum(len(self.clients))).add(self._place[client], part.tensors)

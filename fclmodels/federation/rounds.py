@@ -1,5 +1,6 @@
 """The round loop: sample clients, send the payload, let them train, aggregate, commit."""
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 import torch
 
+from fclmodels.errors import UserError
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import TRAIN, Executor
-from fclmodels.federation.ledger import Ledger
+from fclmodels.federation.ledger import CentralLedger, Ledger
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
@@ -61,10 +63,10 @@ def one_round(
 ) -> Position:
     started = time.perf_counter()
     round = position.round
-    ledger = Ledger(checkpoints.ledger)
+    ledger = Ledger(checkpoints.ledger) if method.pooled_bytes is None else CentralLedger(checkpoints.ledger)
     chosen = sample_clients(method, task, round)
     cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints)
-    if round == 0:
+    if method.pooled_bytes is not None and round == 0:
         ledger.pooled(task, method.pooled_bytes(task))
     payload = method.payload(position.server)
     replies = cohort.exchange(
@@ -72,13 +74,14 @@ def one_round(
     )
     server = method.aggregate(position.server, replies)
     cohort.close()
+    refuse_divergence(server, replies.loss, task, round)
     row: dict[str, Any] = {
         "task": task,
         "round": round,
         "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
         "clients": len(chosen),
         "loss": replies.loss,
-        "server_lr": method.run.server_lr(task),
+        "server_lr": method.server_lr(task),
         "bytes_up": ledger.bytes_up,
         "bytes_down": ledger.bytes_down,
         "seconds": time.perf_counter() - started,
@@ -86,6 +89,16 @@ def one_round(
     checkpoints.rounds.append(row)
     listener.round_done(row)
     return Position(server, cohort.memories, round + 1)
+
+
+def refuse_divergence(server: Server, loss: float, task: int, round: int) -> None:
+    """A model that is not finite would be evaluated as one that always answers class 0, and forgets nothing."""
+    floating = [weights for weights in server.weights.values() if weights.is_floating_point()]
+    if not (math.isfinite(loss) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
+        raise UserError(
+            f"task {task}, round {round}: training diverged (loss {loss}). "
+            "Lower optimizer.lr, or federation.server_lr if it is above 1."
+        )
 
 
 def rounds_table(log: Log) -> pl.DataFrame:

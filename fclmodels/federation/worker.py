@@ -26,7 +26,10 @@ def main(control: int, payload: int, *replies: int) -> None:
         set_up = json.loads(lines.readline())
         torch.set_num_threads(set_up["threads"])
         settings = params.load(set_up["params"])
-        run = Run.on(settings, Splits.open(Path(set_up["splits"])), set_up["seed"])
+        splits = Splits.open(Path(set_up["splits"]))
+        if splits.digest != set_up["digest"]:
+            raise UserError(f"{splits.folder} was changed while a run was using it. Start the run again.")
+        run = Run.on(settings, splits, set_up["seed"])
         method = plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
         shared, buffers = SharedBuffer(payload), [SharedBuffer(descriptor) for descriptor in replies]
         job = None

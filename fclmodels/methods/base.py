@@ -58,6 +58,10 @@ class Method:
         """The server after a round."""
         raise NotImplementedError
 
+    def server_lr(self, task: int) -> float:
+        """eta_g, the share of the average update that the server applies in a task."""
+        return self.run.server_lr(task)
+
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         """After the task's last round, with as many exchanges (`cohort.ask`) as the method needs."""
         return server
@@ -80,9 +84,8 @@ class Method:
         """A client's train rows in a task."""
         return self.run.splits.rows(task, "train", client)
 
-    def pooled_bytes(self, task: int) -> dict[int, int]:
-        """Bytes of raw samples that clients hand over for a task: none, but for centralised references."""
-        return {}
+    # Where training is centralised: bytes of raw samples that each client hands over for a task. No message travels.
+    pooled_bytes: Callable[[int], dict[int, int]] | None = None
 
     # On a client: in any process, with its own data and memory only.
 

@@ -60,10 +60,13 @@ class FedAvg(Method):
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         total = replies.sum("weight")["weight"].item()
-        share = self.run.server_lr(server.task) / total
-        update = replies.sum("update")
+        # Running statistics are averaged as they are: a step beyond their mean could make a variance negative.
+        shares = {"update": self.server_lr(server.task) / total, "statistics": 1 / total}
         moved = {
-            name: weights.add(update[name], alpha=share) for name, weights in server.weights.items() if name in update
+            name: server.weights[name].add(change, alpha=share)
+            for part, share in shares.items()
+            if part in replies.parts
+            for name, change in replies.sum(part).items()
         }
         return replace(server, weights={**server.weights, **moved})
 
@@ -80,13 +83,15 @@ class FedAvg(Method):
         update, memory = training.update(), client.memory
         if self.personal and statistics:
             memory = {**memory, "statistics": {name: value.clone() for name, value in statistics.items()}}
-        else:
-            update |= {name: value - start[name] for name, value in statistics.items()}
-        torch._foreach_mul_(list(update.values()), client.weight)
+            statistics = {}
+        changes = {name: value - start[name] for name, value in statistics.items()}
+        torch._foreach_mul_([*update.values(), *changes.values()], client.weight)
         parts = {
             "update": Part("update", update),
             "weight": Part("count", {"weight": torch.tensor(client.weight, dtype=torch.float64)}),
         }
+        if changes:
+            parts["statistics"] = Part("statistics", changes)
         return Reply(parts, loss, len(client.rows), client.round), memory
 
     @property

@@ -33,6 +33,10 @@ class Joint(FedAvg):
         spec = self.run.spec(task + 1)
         return replace(server, spec=spec, weights=self.built(spec), task=task)
 
+    def server_lr(self, task: int) -> float:
+        """There is no server: the model is what training made it."""
+        return 1.0
+
     def participants(self, task: int) -> tuple[int, ...]:
         return (0,)
 

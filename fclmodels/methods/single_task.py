@@ -39,6 +39,10 @@ class SingleTask(FedAvg):
         """Over the task's classes only: there are no others for a model that knows one task."""
         return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
 
+    def server_lr(self, task: int) -> float:
+        """Not falling over tasks: each one begins anew."""
+        return self.run.params.federation.server_lr
+
     def freezes(self, task: int) -> bool:
         return False
 

@@ -153,7 +153,9 @@ def is_seed(name: str) -> bool:
 
 def _identity(run: Run) -> tuple:
     telling = {k: v for k, v in run.settings.items() if not is_seed(k) and not k.startswith(NEUTRAL)}
-    return run.result.method, run.tasks, str(run.result.digests.get("code")), tuple(sorted(telling.items()))
+    digests = run.result.digests
+    code, data = str(digests.get("code")), str(digests.get("prepared"))
+    return run.result.method, run.tasks, code, data, tuple(sorted(telling.items()))
 
 
 def _seeds(run: Run) -> tuple:
@@ -164,8 +166,8 @@ def _difference(same: list[Run], siblings: list[list[Run]]) -> str:
     """What tells these runs from the other variants of their method, as 'mu=0.1, lr=0.5'."""
 
     def facts(run: Run) -> dict[str, str]:
-        _, tasks, code, telling = _identity(run)
-        return dict(telling) | {"tasks": str(tasks), "code": code[:8]}
+        _, tasks, code, data, telling = _identity(run)
+        return dict(telling) | {"tasks": str(tasks), "code": code[:8], "data": data[:8]}
 
     own, others = facts(same[0]), [facts(other[0]) for other in siblings]
     names = sorted({name for other in others for name in {**own, **other} if own.get(name) != other.get(name)})

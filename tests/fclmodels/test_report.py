@@ -273,7 +273,14 @@ def federation(**changed):
         ({"settings": {"partition": SETTINGS["partition"] | {"seed": 5}}}, ["fedprox"]),
         ({"settings": federation(rounds=9)}, ["fedprox (rounds=6)", "fedprox (rounds=9)"]),
         ({"settings": {"methods": {"fedprox": {"mu": 1.0}}}}, ["fedprox (mu=0.01)", "fedprox (mu=1.0)"]),
-        ({"digests": {"code": "ee" * 32}}, ["fedprox (code=302e3132)", "fedprox (code=eeeeeeee)"]),
+        (
+            {"digests": {"code": "ee" * 32, "prepared": "ab" * 32}},
+            ["fedprox (code=302e3132)", "fedprox (code=eeeeeeee)"],
+        ),
+        (
+            {"digests": {"code": "302e3132" * 4, "prepared": "cd" * 32}},
+            ["fedprox (data=abababab)", "fedprox (data=cdcdcdcd)"],
+        ),
         ({"tasks": 2}, ["fedprox (tasks=3)", "fedprox (tasks=2)"]),
         (
             {"settings": {"stream": {"kind": "permuted"}, "optimizer": {"kind": "adam"}}},

@@ -73,17 +73,25 @@ def official_splits(top: Path) -> list[tuple[str | None, Path]]:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for path in found:
+        if not path.name.isprintable():  # bytes that are no UTF-8 among others
+            raise UserError(f"data.folder: {folder} holds {path.name!a}, no readable name for a class. Rename it.")
+    return found
 
 
 def images_in(folder: Path) -> list[str]:
-    """Image files at any depth below the folder, in the order of their paths."""
-    return sorted(
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    )
+    """Image files at any depth below the folder, in the order of their paths. One that links lead to again counts once."""
+    found, seen = [], set()
+    for parent, below, names in os.walk(folder, followlinks=True):
+        below.sort()
+        place = os.stat(parent)
+        if (place.st_dev, place.st_ino) in seen:
+            below.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
+        found += [os.path.join(parent, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    return sorted(found)
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:

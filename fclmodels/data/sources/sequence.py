@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import Field, PositiveInt, ValidationError
 
 from fclmodels.data.sources.base import Catalogue, Source
-from fclmodels.errors import UserError, did_you_mean
+from fclmodels.errors import UserError, did_you_mean, shown
 from fclmodels.plugins import find
 from fclmodels.settings import SourceSettings
 
@@ -61,8 +61,10 @@ class Sequence(Source):
 
     def _part(self, index: int, block: dict[str, Any]) -> Source:
         where = f"data.parts.{index}"
-        if "source" not in block:
+        if not isinstance(block.get("source"), str):
             raise UserError(f"{where} names no source. Right: {{source: mnist, ...}}.")
+        if not isinstance(block.get("name", ""), str):
+            raise UserError(f"{where}.name is {shown(block['name'])}; it must be text.")
         if misplaced := block.keys() & COMMON:
             raise UserError(f"{where}: {', '.join(sorted(misplaced))} is common to all parts. Set it in data itself.")
         block.pop("name", None)

@@ -77,6 +77,8 @@ def group_sizes(classes: int, tasks: int, per_task: int | tuple[int, ...] | None
 
 
 def named_groups(groups: Sequence[Sequence[int | str]], names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    if not groups:
+        raise UserError("stream.classes: no task is named. Give each task its classes, or leave the setting out.")
     for t, group in enumerate(groups):
         if not group:
             raise UserError(f"stream.classes: task {t} has no class. Name at least one.")

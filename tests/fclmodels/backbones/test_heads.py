@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fclmodels.backbones.heads import grow
 from fclmodels.backbones.network import build, skeleton
-from fclmodels.backbones.spec import ModelSpec, class_mask, local_labels, task_columns
+from fclmodels.backbones.spec import ModelSpec, local_labels, task_columns
 
 
 @st.composite
@@ -140,10 +140,3 @@ def test_labels_and_columns_correspond(tasks, task, labels):
     expected = [tasks[task].index(label) if label in tasks[task] else -1 for label in labels]
     assert local_labels(spec, task, torch.tensor(labels, dtype=torch.int64)).tolist() == expected
     assert task_columns(spec, task).tolist() == list(tasks[task])
-
-
-@given(tasks=streams(), chosen=st.sets(st.integers(0, 4)))
-def test_mask_of_the_classes_of_some_tasks(tasks, chosen):
-    chosen = {task for task in chosen if task < len(tasks)}
-    members = {label for task in chosen for label in tasks[task]}
-    assert class_mask(spec_of(tasks), chosen).nonzero().flatten().tolist() == sorted(members)

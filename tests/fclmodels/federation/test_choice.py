@@ -75,8 +75,18 @@ def test_measuring_changes_no_result(
 
 
 def test_a_spoilt_choice_is_one_line_that_names_the_file(method_of: Callable, tmp_path: Path) -> None:
+    choose(method_of(type(method_of()), *AUTO), tmp_path, "key")
+    (kept,) = tmp_path.glob("key-*.json")
     for content in ("", "{", "[]", json.dumps({"executor": "serial"})):
-        (tmp_path / "key.json").write_text(content)
-        with pytest.raises(UserError, match=str(tmp_path / "key.json")) as error:
+        kept.write_text(content)
+        with pytest.raises(UserError, match=str(kept)) as error:
             choose(method_of(type(method_of()), *AUTO), tmp_path, "key")
         assert "\n" not in str(error.value)
+
+
+def test_a_kept_choice_does_not_overrule_what_is_set_later(method_of: Callable, tmp_path: Path) -> None:
+    kind = type(method_of())
+    choose(method_of(kind, *AUTO), tmp_path, "key")
+    assert choose(method_of(kind, "federation.executor=auto", "federation.threads=2"), tmp_path, "key").threads == 2
+    asked = choose(method_of(kind, "federation.executor=processes", "federation.threads=auto"), tmp_path, "key")
+    assert asked.executor == "processes"

@@ -293,3 +293,19 @@ def test_evaluation_does_not_touch_the_ambient_generator(own_splits: Callable, m
         tables.append(table_of(method.run, by_hand(method, 2), 2))
         assert torch.equal(torch.random.get_rng_state(), before)
     assert tables[0].equals(tables[1])
+
+
+def test_the_papers_batches_do_not_follow_clients(
+    own_splits: Callable, method_of: Callable, reopened: Callable
+) -> None:
+    """Which client a test row is given to changes no batch: a batch of one client would tell its mix of labels."""
+    tables = []
+    splits = coded(own_splits(tasks=2))
+    path = splits.folder / "manifest.parquet"
+    for clients in (4, 1):
+        owner = pl.when(pl.col("split") == "test").then(pl.col("client") % clients).otherwise(pl.col("client"))
+        pl.read_parquet(path).with_columns(client=owner.cast(pl.Int32)).write_parquet(path)
+        method = method_of(type(method_of()), "evaluation.batch_size=16", splits=reopened(splits))
+        table = table_of(method.run, company(method), 2, alone=True)
+        tables.append(table.filter(pl.col("client").is_null()).sort("reading", "task"))
+    assert tables[0].equals(tables[1])

@@ -133,3 +133,12 @@ def test_clients_compute_on_the_device_and_answer_on_the_cpu(
     assert {tensor.device.type for part in answer.reply.parts.values() for tensor in part.tensors.values()} == {"cpu"}
     seconds_a_batch(method, 0, 1)
     assert seen == [{meta}] * 3
+
+
+@pytest.mark.parametrize("lr", ["1e30", "1e4"])
+def test_training_that_diverges_is_refused_not_published(lr: str, experiment_of: Callable, tmp_path: Path) -> None:
+    """A NaN model would answer class 0 to everything, and so forget nothing."""
+    with pytest.raises(UserError, match=r"task 0, round \d+: training diverged .*optimizer\.lr") as error:
+        experiment_of(f"optimizer.lr={lr}", "federation.rounds=30").run(tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()

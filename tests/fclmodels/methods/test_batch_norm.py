@@ -134,3 +134,14 @@ def test_frozen_statistics_are_those_that_normalise_in_training(method_of: Calla
     x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(network(x)[:2], network(x[:2]), rtol=0, atol=1e-5)
+
+
+def test_a_server_lr_above_one_does_not_carry_statistics_beyond_their_mean(
+    method_of: Callable, federate: Callable
+) -> None:
+    """A step of three times the change could make a variance negative, and all that follows NaN."""
+    method = method_of(FedAvg, *RESNET, "federation.server_lr=3", "federation.rounds=1")
+    server = federate(method, 1)
+    variances = [value for name, value in server.weights.items() if name.endswith("running_var")]
+    assert variances
+    assert all((value > 0).all() for value in variances)

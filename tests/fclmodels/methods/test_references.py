@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,22 @@ def test_a_reference_that_starts_anew_keeps_no_statistics_of_earlier_tasks(
 ) -> None:
     with pytest.raises(UserError, match=f"methods.{method}.batch_norm .* must be average or batch"):
         params_of(f"methods.{method}.batch_norm={policy}")
+
+
+@pytest.mark.parametrize("reference", [Joint, SingleTask])
+def test_a_server_lr_that_falls_over_tasks_does_not_hold_a_reference_back(
+    reference: type, method_of: Callable, federate: Callable
+) -> None:
+    """Each task begins anew, so nothing of the last task's model is there to be kept."""
+    falling = federate(method_of(reference, "federation.server_lr_schedule=1/t"))
+    constant = federate(method_of(reference))
+    assert state.digest(falling.weights) == state.digest(constant.weights)
+
+
+def test_in_joints_ledger_only_samples_travel(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
+    splits = splits_of()
+    experiment_of(method="joint", splits=splits).run(tmp_path / "run")
+    ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet")
+    assert set(ledger["kind"]) == {"samples"}
+    train = sum(len(splits.rows(task.index, "train")) for task in splits.tasks)
+    assert ledger["bytes"].sum() == train * splits.images[0].numel()
