@@ -81,7 +81,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def images_in(folder: Path) -> list[str]:
-    """Image files at any depth below the folder, in the order of their paths. One that links lead to again counts once."""
+    """Image files at any depth below the folder, in the order of their paths; none twice where links lead back."""
     found, seen = [], set()
     for parent, below, names in os.walk(folder, followlinks=True):
         below.sort()

@@ -10,6 +10,7 @@ import torch
 
 from fclmodels import state
 from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
 from fclmodels.federation.choice import seconds_a_batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.executor import TRAIN, Job, Serial, largest_first
