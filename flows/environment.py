@@ -18,6 +18,9 @@ def settle(home: Path = HOME) -> None:
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        # A tracking server that does not answer is told of within seconds, before any work.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "PREFECT_HOME": str(folder / "prefect"),

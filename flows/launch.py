@@ -1,6 +1,7 @@
 """Starts a flow from the command line: surroundings, the server, and meanwhile what takes seconds to import."""
 
 import gc
+import signal
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,12 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
     malloc.tune()
     environment.settle()
     url = servers.connect(environment.HOME)
-    entry = getattr(import_module(module), flow)
+    # An interrupt in the middle of an import can leave a half-made package behind: it waits until the imports are done.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        entry = getattr(import_module(module), flow)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     servers.wait(url, environment.HOME)
     gc.freeze()  # what was imported stays: looking through it again, at the latest at exit, takes a second
     gc.enable()

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from fclmodels.listener import Listener
 
@@ -62,8 +63,8 @@ class Bars(Silent):
         super().__init__(label, rounds)
         self.bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             TextColumn("{task.fields[note]}"),
             console=console,
         )

@@ -59,7 +59,8 @@ def origin_of_prepared(params: Params) -> Origin:
     source = plugins.find("source", params.data.source)
     settings = flat({"data": params.data.model_dump(mode="json")})
     code = source_closure(source.__module__, preparing.__name__)
-    return Origin({**settings, "code of data": code, "raw files": _stamp(params.data.root)})
+    raw = _stamp(params.data.root) if source.reads_root else None
+    return Origin({**settings, "code of data": code, "raw files": raw})
 
 
 def origin_of_splits(params: Params) -> Origin:

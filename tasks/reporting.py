@@ -10,12 +10,14 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from fclmodels import report
+from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.state import replacing, write_json
 from tasks.caching import Outcome
 
 READING = "task_agnostic"
 METRICS = ("acc", "learning_acc", "ft", "avg", "worst_acc")  # few enough for the table of `dvc metrics show`
+PARTS = {"index.html", "metrics", "plots", ".gitignore"}
 COSTS = ("bytes_up", "bytes_down", "bytes_kept", "seconds")
 
 
@@ -38,7 +40,12 @@ def show_matrix(label: str, folder: Path) -> None:
 
 @task(name="write report", cache_policy=NO_CACHE)
 def write_report(runs: Sequence[Path], folder: Path) -> Path:
-    """index.html, and beside it metrics and plots as files that DVC reads."""
+    """index.html, and beside it metrics and plots as files that DVC reads; those of an older report go."""
+    foreign = {path.name for path in folder.iterdir()} - PARTS if folder.is_dir() else set()
+    if foreign:
+        raise UserError(f"{folder} holds something else than a report ({min(foreign)}). Name another folder.")
+    for old in (folder / "metrics").glob("*.json"):
+        old.unlink()
     for run in report.read_runs(runs):
         numbers = {
             reading: {name: values[name] for name in METRICS if values[name] is not None}

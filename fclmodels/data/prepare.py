@@ -24,7 +24,7 @@ from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Fault, Sh
 from fclmodels.data.sources.base import COLUMNS, Catalogue, Source
 from fclmodels.errors import UserError
 
-NAMED = 3
+NAMED = 20
 AGAIN = "Make it again: fcl prepare."
 
 Content = TypeVar("Content")

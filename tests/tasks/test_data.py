@@ -40,12 +40,14 @@ def test_prepared_data_do_not_depend_on_how_they_are_split(settings: Params) -> 
 
 
 def test_other_raw_files_are_other_data(settings: Params, tmp_path: Path) -> None:
+    embedded, settings = origin_of_prepared(settings), changed(settings, "data", source="image-folder")
     before = origin_of_prepared(settings)
     (tmp_path / "raw" / "cats").mkdir(parents=True)
     (tmp_path / "raw" / "cats" / "1.png").write_bytes(b"cat")
     with_a_cat = origin_of_prepared(settings)
     (tmp_path / "raw" / "cats" / "1.png").write_bytes(b"another cat")
     assert len({before.name, with_a_cat.name, origin_of_prepared(settings).name}) == 3
+    assert origin_of_prepared(changed(settings, "data", source="digits")) == embedded  # which reads none of them
 
 
 def test_a_folder_without_a_note_is_not_trusted(settings: Params, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Source:
     """Where samples come from."""
 
     name: ClassVar[str]
+    reads_root: ClassVar[bool] = True
     Settings: ClassVar[type[SourceSettings]] = SourceSettings
 
     def __init__(self, settings: SourceSettings) -> None:

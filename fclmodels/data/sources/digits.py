@@ -11,6 +11,7 @@ class Digits(Source):
     """scikit-learn's 8x8 digits, embedded: 1,797 grey images of 10 classes"""
 
     name = "digits"
+    reads_root = False
 
     def catalogue(self) -> Catalogue:
         return catalogue_of_arrays(self.name, DIGITS, {None: read_digits()})

@@ -17,6 +17,7 @@ class DigitsDomains(Source):
     """scikit-learn's digits, each in four domains: clean, inverted, rotated, noisy"""
 
     name = "digits-domains"
+    reads_root = False
 
     def catalogue(self) -> Catalogue:
         images, labels = read_digits()

@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import Field
 
 from fclmodels.data.sources.base import Catalogue, Source, table
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, did_you_mean
 from fclmodels.settings import SourceSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -32,7 +32,9 @@ class ImageFolder(Source):
     def catalogue(self) -> Catalogue:
         top = self.settings.root / self.settings.folder
         if not top.is_dir():
-            raise UserError(f"data.folder: {top} is not a folder. Name the folder that holds one folder a class.")
+            beside = [path.name for path in top.parent.iterdir() if path.is_dir()] if top.parent.is_dir() else []
+            hint = f" {did_you_mean(top.name, beside)}" if beside else ""
+            raise UserError(f"data.folder: {top} is not a folder. Name the one that holds one folder a class.{hint}")
         leaves = list(self._leaves(top))
         classes = _numbered(folder.name for _, _, folder in leaves)
         domains = _numbered(domain for _, domain, _ in leaves)

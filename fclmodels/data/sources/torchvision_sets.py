@@ -4,6 +4,9 @@ Each keeps its official train and test samples. torchvision checks what it downl
 pickles of CIFAR each time before it opens them.
 """
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -30,6 +33,7 @@ class TorchvisionSource(Source):
         except Exception as problem:
             reason = (str(problem).strip().splitlines() or [type(problem).__name__])[-1]
             folder = self.settings.root / self.folder
+            _drop_empty_folders(self.settings.root)  # torchvision makes them before it knows of the files
             raise UserError(
                 f"{self.name}: neither found nor downloaded ({reason}). Put {self.files} into {folder}."
             ) from problem
@@ -49,6 +53,12 @@ class TorchvisionSource(Source):
 
     def classes(self, data: Any) -> tuple[str, ...]:
         return tuple(data.classes)
+
+
+def _drop_empty_folders(top: Path) -> None:
+    for parent, _, _ in os.walk(top, topdown=False):
+        with contextlib.suppress(OSError):  # the others are not empty
+            os.rmdir(parent)
 
 
 class Cifar10(TorchvisionSource):
