@@ -27,18 +27,19 @@ FORMAT = 1
 def flatten(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
     """The tree with each tensor replaced by {"tensor": name}, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
+    return _without_tensors(tree, "", tensors), tensors
 
-    def walk(node: Tree, path: str) -> Tree:
-        if isinstance(node, Tensor):
-            tensors[path] = node
-            return {"tensor": path}
-        if isinstance(node, dict):
-            return {"dict": {key: walk(value, f"{path}/{_escaped(key)}") for key, value in node.items()}}
-        if isinstance(node, list | tuple):
-            return {"list": [walk(value, f"{path}/{i}") for i, value in enumerate(node)]}
-        return {"json": node}
 
-    return walk(tree, ""), tensors
+def _without_tensors(node: Tree, path: str, tensors: dict[str, Tensor]) -> Tree:
+    # Not a function inside flatten: one that calls itself there would keep the tensors until the garbage collection.
+    if isinstance(node, Tensor):
+        tensors[path] = node
+        return {"tensor": path}
+    if isinstance(node, dict):
+        return {"dict": {k: _without_tensors(value, f"{path}/{_escaped(k)}", tensors) for k, value in node.items()}}
+    if isinstance(node, list | tuple):
+        return {"list": [_without_tensors(value, f"{path}/{i}", tensors) for i, value in enumerate(node)]}
+    return {"json": node}
 
 
 def _escaped(key: str) -> str:

@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import errno
+import gc
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,3 +271,16 @@ def test_a_folder_is_made_where_it_is_missing_and_the_file_can_be_read_by_others
     state.write_json(tmp_path / "a" / "b.json", {"z": 1, "a": None})
     assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"z": 1, "a": None}
     assert (tmp_path / "a" / "b.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_flattening_keeps_no_tensor_alive() -> None:
+    """A cycle would hold a model's worth of memory a message until the garbage collector comes by."""
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    gc.disable()
+    try:
+        state.flatten({"a": [{"b": tensor}]})
+        del tensor
+        assert alive() is None
+    finally:
+        gc.enable()
