@@ -84,7 +84,7 @@ class FederationSettings(Settings):
     local_epochs: PositiveInt = Field(1, description="epochs over its samples that a client trains in a round")
     batch_size: PositiveInt = Field(32, le=1_000_000, description="samples a local step")
     weighting: Literal["samples", "uniform"] = Field("samples", description="weight of a client in the average")
-    server_lr: PositiveFloat = Field(1.0, description="share of the average update that the server applies")
+    server_lr: PositiveFloat = Field(1.0, le=1000, description="share of the average update that the server applies")
     server_lr_schedule: Literal["constant", "1/t", "1/sqrt(t)"] = Field(
         "constant", description="how server_lr falls with the task number t"
     )
@@ -102,9 +102,9 @@ class FederationSettings(Settings):
 
 class OptimizerSettings(Settings):
     kind: Literal["sgd", "adam", "adamw"] = Field("sgd", description="the clients' optimiser, new in each round")
-    lr: PositiveFloat = Field(0.05, description="its learning rate")
+    lr: PositiveFloat = Field(0.05, le=1e30, description="its learning rate")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
-    weight_decay: NonNegativeFloat = Field(0.0, description="weight decay")
+    weight_decay: NonNegativeFloat = Field(0.0, le=1e6, description="weight decay")
 
 
 def _ascending(pair: tuple[float, float]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ class FedProx(FedAvg):
     paper = "Federated Optimization in Heterogeneous Networks"
 
     class Settings(FedAvg.Settings):
-        mu: NonNegativeFloat = Field(0.01, description="weight of the proximal term")
+        mu: NonNegativeFloat = Field(0.01, le=1e6, description="weight of the proximal term")
 
     settings: Settings
 

@@ -107,8 +107,12 @@ WRONG = {
     "methods:\n  fedavg: {xyzzy: 1}\n": "params.yaml:2: methods.fedavg.xyzzy is not a setting. Valid: none here.",
     "partition:\n  alpha: -1": "params.yaml:2: partition.alpha is -1; it must be greater than 0.",
     "partition:\n  val: 1": "params.yaml:2: partition.val is 1; it must be less than 1.",
-    "optimizer: {lr: .inf}": "params.yaml:1: optimizer.lr is Infinity; it must be a number greater than 0.",
-    "optimizer: {lr: 1e999}": "params.yaml:1: optimizer.lr is Infinity; it must be a number greater than 0.",
+    "optimizer: {lr: .inf}": (
+        "params.yaml:1: optimizer.lr is Infinity; it must be a number greater than 0 and at most 1e+30."
+    ),
+    "optimizer: {lr: 1e999}": (
+        "params.yaml:1: optimizer.lr is Infinity; it must be a number greater than 0 and at most 1e+30."
+    ),
     "federation:\n  local_epochs: many": (
         'params.yaml:2: federation.local_epochs is "many"; it must be a whole number greater than 0.'
     ),

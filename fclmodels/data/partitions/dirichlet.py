@@ -18,7 +18,7 @@ class Dirichlet(Partition):
     name = "dirichlet"
 
     class Settings(PartitionSettings):
-        alpha: PositiveFloat = Field(0.5, description="concentration: small is uneven, large is near iid")
+        alpha: PositiveFloat = Field(0.5, le=1e9, description="concentration: small is uneven, large is near iid")
         min_per_class: NonNegativeInt = Field(0, description="samples of each class that every client has at least")
 
     settings: Settings

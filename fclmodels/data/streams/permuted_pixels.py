@@ -22,7 +22,7 @@ class PermutedPixels(Stream):
     name = "permuted-pixels"
 
     class Settings(StreamSettings):
-        tasks: PositiveInt = Field(10, description="number of tasks")
+        tasks: PositiveInt = Field(10, le=32_767, description="number of tasks")
         first_task: Literal["original", "permuted"] = Field(
             "original", description="pixels of the first task: as they are, or permuted like the others"
         )
