@@ -81,3 +81,14 @@ def grow(weights: dict[str, Tensor], old: ModelSpec, new: ModelSpec, generator: 
             fresh = fresh.to(weights[f"heads.0.{part}"])
             grown[name] = torch.cat([weights[name], fresh]) if known else fresh
     return grown
+
+
+def shrink(weights: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """The inverse of grow: the weights of a network of `spec`, which covers the first of the tasks that these do."""
+    rows = {f"heads.{head}": len(labels) for head, labels in enumerate(spec.head_labels)}
+    owner = {name: name.rpartition(".")[0] for name in weights}
+    return {
+        name: w[: rows[owner[name]]] if owner[name] in rows else w
+        for name, w in weights.items()
+        if owner[name] in rows or not name.startswith("heads.")
+    }

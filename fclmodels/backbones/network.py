@@ -39,8 +39,9 @@ def build(spec: ModelSpec, generator: torch.Generator) -> Network:
     """
     network = _assemble(spec, generator.initial_seed())
     frozen_names(spec, network)
+    fresh = blocks(spec, network, "fresh")
     if weights := spec.settings.get("weights"):
-        load_weights(network.backbone, Path(weights))
+        load_weights(network.backbone, Path(weights), fresh)
     return network
 
 
@@ -51,13 +52,18 @@ def skeleton(spec: ModelSpec) -> Network:
 
 def frozen_names(spec: ModelSpec, network: Network) -> set[str]:
     """Names of the parameters and buffers in the blocks that `model.freeze` names."""
-    blocks = network.backbone.blocks
-    for block in spec.settings.get("freeze", ()):
-        if block not in blocks:
-            name = spec.settings["backbone"]
-            raise UserError(f"model.freeze: {block} is not a block of {name}. {did_you_mean(block, blocks)}")
-    prefixes = tuple(f"backbone.{block}." for block in spec.settings.get("freeze", ()))
+    prefixes = tuple(f"backbone.{block}." for block in blocks(spec, network, "freeze"))
     return {name for name in network.state_dict() if name.startswith(prefixes)}
+
+
+def blocks(spec: ModelSpec, network: Network, setting: str) -> tuple[str, ...]:
+    """The blocks of the backbone that a setting of `model` names."""
+    there = network.backbone.blocks
+    for block in spec.settings.get(setting, ()):
+        if block not in there:
+            name = spec.settings["backbone"]
+            raise UserError(f"model.{setting}: {block} is not a block of {name}. {did_you_mean(block, there)}")
+    return tuple(spec.settings.get(setting, ()))
 
 
 def _assemble(spec: ModelSpec, seed: int) -> Network:

@@ -1,6 +1,6 @@
 """Backbone weights from a file: safetensors, or a state dict as torch saves it, read without unpickling objects."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -15,13 +15,15 @@ from fclmodels.errors import UserError
 HEAD_PREFIXES = ("fc.", "heads.")
 
 
-def load_weights(backbone: FeatureNet, path: Path) -> None:
-    """Fill the backbone from a state dict of its own names (torchvision's, or one that a run left behind)."""
+def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) -> None:
+    """Fill the backbone, but for the blocks `fresh`, from a state dict of its own names (torchvision's, or a run's)."""
+    passed_over = (*HEAD_PREFIXES, *(f"{block}." for block in fresh))
     read = {name.removeprefix("backbone."): tensor for name, tensor in read_tensors(path).items()}
-    given = {name: tensor for name, tensor in read.items() if not name.startswith(HEAD_PREFIXES)}
+    given = {name: tensor for name, tensor in read.items() if not name.startswith(passed_over)}
     for name in _unused_statistics(backbone):
         given.pop(name, None)
-    if misfit := _misfit(backbone, given):
+    wanted = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith(passed_over)}
+    if misfit := _misfit(backbone, wanted, given):
         raise UserError(f"model.weights: {path} does not fit this backbone: {misfit}")
     backbone.load_state_dict(given, strict=False)
 
@@ -49,9 +51,8 @@ def _unused_statistics(backbone: FeatureNet) -> set[str]:
     return {f"{name}.{part}" for name in stateless for part in ("running_mean", "running_var", "num_batches_tracked")}
 
 
-def _misfit(backbone: FeatureNet, given: Mapping[str, Tensor]) -> str | None:
-    """What keeps these tensors from being the backbone's, each kind with its first example."""
-    wanted = backbone.state_dict()
+def _misfit(backbone: FeatureNet, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str | None:
+    """What keeps the given tensors from being the backbone's wanted ones, each kind with its first example."""
     # Files from before torch 0.4.1 have no counters; nothing depends on them.
     missing = [name for name in wanted if name not in given and name not in counter_names(backbone)]
     unexpected = [name for name in given if name not in wanted]

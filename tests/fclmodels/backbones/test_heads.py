@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fclmodels.backbones.heads import grow
+from fclmodels.backbones.heads import grow, shrink
 from fclmodels.backbones.network import build, skeleton
 from fclmodels.backbones.spec import ModelSpec, local_labels, task_columns
 
@@ -68,6 +68,13 @@ def test_growth_keeps_what_was_learned_to_the_bit(tasks, head, seed, known):
     x = torch.randn(3, 1, 2, 2, generator=seeded(seed))
     for task in range(len(old.tasks)):
         torch.testing.assert_close(network.eval()(x, task), shallow.eval()(x, task))
+
+
+@given(tasks=streams(), head=heads, seed=seeds, known=st.integers(1, 5))
+def test_shrinking_undoes_growth_to_the_bit(tasks, head, seed, known):
+    old, new = spec_of(tasks[:known], head), spec_of(tasks, head)
+    weights = build(old, seeded(seed)).state_dict()
+    assert same(shrink(grow(weights, old, new, seeded(1)), old), weights)
 
 
 def test_where_no_class_is_new_a_growing_head_stays_the_same_tensor():

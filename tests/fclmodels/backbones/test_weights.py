@@ -143,3 +143,20 @@ def test_a_file_with_code_in_it_is_refused_and_the_code_not_run(tmp_path):
 def test_something_else_than_a_state_dict_is_refused(tmp_path, content):
     with pytest.raises(UserError, match="holds something else"):
         network(weights=save(content, tmp_path / "w.pth"))
+
+
+def test_fresh_blocks_keep_their_random_start_and_the_rest_is_read(tmp_path):
+    imagenet_stem = {"stem": "imagenet", "backbone": "resnet18", "width": 2}
+    weights = {name: tensor + 1 for name, tensor in network(**imagenet_stem).backbone.state_dict().items()}
+    path = save(weights, tmp_path / "w.pth")
+    own = {"stem": "cifar", "backbone": "resnet18", "width": 2, "fresh": ["conv1"]}
+    drawn, loaded = network(**own).backbone.state_dict(), network(**own, weights=path).backbone.state_dict()
+    assert torch.equal(loaded.pop("conv1.weight"), drawn["conv1.weight"])
+    assert weights.pop("conv1.weight").shape[-1] == 7
+    assert same(loaded, weights)
+
+
+def test_a_fresh_block_that_is_none_is_named(tmp_path):
+    with pytest.raises(UserError) as caught:
+        network(fresh=["conv"], weights=save(other_weights(), tmp_path / "w.pth"))
+    assert str(caught.value) == "model.fresh: conv is not a block of resnet18. Did you mean conv1?"

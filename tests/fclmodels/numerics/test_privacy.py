@@ -1,0 +1,137 @@
+"""The Gaussian mechanism: norms, noise in the sum, and an epsilon that SciPy's own integrals confirm."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import floats, integers
+from opacus.accountants import PRVAccountant, RDPAccountant
+from scipy import integrate, stats
+
+from fclmodels.numerics.privacy import clipped, epsilon, noise_share, without_noise
+
+
+@given(bound=floats(1e-3, 1e3), scale=floats(1e-6, 1e6), seed=integers(0, 99))
+def test_clipping_shortens_and_does_not_turn(bound: float, scale: float, seed: int) -> None:
+    X = scale * torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    Y = clipped(X, bound)
+    norm = float(np.linalg.norm(X.numpy().astype(np.float64)))
+    assert np.linalg.norm(Y.numpy().astype(np.float64)) <= bound * (1 + 1e-6)
+    if norm < bound * (1 - 1e-6):
+        assert torch.equal(X, Y)
+    np.testing.assert_allclose(Y * norm, X * min(norm, bound), rtol=1e-5)
+
+
+def test_clipping_zeros_gives_zeros() -> None:
+    assert torch.equal(clipped(torch.zeros(4, 2), 1.0), torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("clients", [1, 7, 50])
+def test_the_noise_of_a_sum_does_not_depend_on_the_number_of_clients(clients: int) -> None:
+    """Each of the two bounds leaves one correct run in 30,000 out."""
+    like, deviation = torch.zeros(100, 400), 3.0
+    shares = [noise_share(like, deviation, clients, torch.Generator().manual_seed(seed)) for seed in range(clients)]
+    total = torch.stack(shares).sum(0).double().flatten()
+    n = total.numel()
+    assert abs(float(total.mean())) < 4.2 * deviation / math.sqrt(n)
+    assert float(total.var()) / deviation**2 == pytest.approx(1, abs=4.2 * math.sqrt(2 / n))
+    assert stats.kstest(total.numpy() / deviation, "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
+def test_what_is_left_without_noise_is_the_energy_that_was_there(shape: tuple[int, int]) -> None:
+    """On the average over noises. The weakest signal is above what noise can reach, so that nothing is cut off at 0."""
+    random, deviation, runs = np.random.default_rng(0), 5.0, 400
+    k = min(shape)
+    U, V = (np.linalg.qr(random.normal(size=(d, k)))[0] for d in shape)
+    A = (U * np.linspace(60, 90, k)) @ V.T
+    left = []
+    for _ in range(runs):
+        noisy = torch.from_numpy(A + deviation * random.normal(size=shape))
+        left.append(float(without_noise(torch.linalg.svdvals(noisy), shape, deviation).square().sum()))
+    standard_error = np.std(left) / math.sqrt(runs)
+    assert np.mean(left) == pytest.approx((A**2).sum(), abs=4 * standard_error)
+    assert 4 * standard_error < 0.5 * math.prod(shape) * deviation**2
+
+
+def test_what_noise_outweighs_is_nothing() -> None:
+    """20 - 16, 18 - 16 and 14 - 16 make 4 together, which the first of them has."""
+    sigma = torch.tensor([20.0, 18.0, 14.0]).sqrt()
+    assert without_noise(sigma, (3, 4), 2.0).tolist() == pytest.approx([2, 0, 0])
+    assert without_noise(sigma, (3, 4), 3.0).tolist() == [0, 0, 0]
+
+
+def test_noise_alone_leaves_next_to_nothing() -> None:
+    """Though it gives about a half of all singular values more than their share."""
+    noise = torch.randn(100, 300, generator=torch.Generator().manual_seed(0))
+    left = without_noise(torch.linalg.svdvals(noise), (100, 300), 1.0)
+    assert int((left > 0).sum()) <= 2
+
+
+def composed(kind: type, noise_multiplier: float, sample_rate: float, steps: int, delta: float = 1e-5) -> float:
+    accountant = kind()
+    for _ in range(steps):
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return float(accountant.get_epsilon(delta))
+
+
+@pytest.mark.parametrize(("z", "releases", "rounds"), [(4.0, 6, 2), (1.0, 1, 1), (20.0, 40, 20)])
+def test_where_all_clients_join_every_release_is_a_step_of_the_accountant(z: float, releases: int, rounds: int) -> None:
+    told = epsilon(z, 1.0, releases, rounds, 1e-5)
+    assert told == pytest.approx(composed(RDPAccountant, z, 1.0, releases * rounds), rel=1e-12)
+
+
+def exact_delta(epsilon: float, z: float, q: float, releases: int) -> float:
+    """Of one round, both for a client that is added and for one that is removed.
+
+    Along (1, ..., 1) the releases are N(0, z^2), and with the client N(sqrt(releases), z^2) with probability q.
+    """
+    without, joined = stats.norm(0, z), stats.norm(math.sqrt(releases), z)
+
+    x = np.linspace(-12 * z, math.sqrt(releases) + 12 * z, 100_001)
+    mixture = (1 - q) * without.pdf(x) + q * joined.pdf(x)
+    both = [(mixture, without.pdf(x)), (without.pdf(x), mixture)]
+    return max(integrate.trapezoid((p - math.exp(epsilon) * other).clip(0), x) for p, other in both)
+
+
+@pytest.mark.parametrize(("z", "q", "releases"), [(4.0, 0.1, 6), (2.0, 0.3, 6), (5.0, 1.0, 10)])
+def test_epsilon_is_one_that_holds(z: float, q: float, releases: int) -> None:
+    """And is not far too large: SciPy integrates the privacy loss of one round."""
+    told = epsilon(z, q, releases, 1, 1e-5)
+    assert exact_delta(told, z, q, releases) <= 1e-5
+    assert exact_delta(told / 1.6, z, q, releases) > 1e-5
+
+
+def test_the_amplification_of_a_sample_counts_once_a_round() -> None:
+    """All releases are of the same clients. As if each had a sample of its own, epsilon would be too small to hold."""
+    z, q, releases = 4.0, 0.1, 10
+    naive = composed(RDPAccountant, z, q, releases)
+    assert exact_delta(naive, z, q, releases) > 1e-5
+    assert epsilon(z, q, releases, 1, 1e-5) > naive
+
+
+def test_the_tighter_accountant_is_not_far_below() -> None:
+    told = epsilon(4.0, 0.5, 6, 2, 1e-5)
+    tight = composed(PRVAccountant, 4.0 / math.sqrt(6), 0.5, 2)
+    assert tight < told < 1.25 * tight
+
+
+@settings(max_examples=25, deadline=None)
+@given(z=floats(0.5, 8), releases=integers(1, 40), rounds=integers(1, 20))
+def test_more_layers_and_more_tasks_cost_more_and_more_noise_less(z: float, releases: int, rounds: int) -> None:
+    told = epsilon(z, 1.0, releases, rounds, 1e-5)
+    assert told < epsilon(z, 1.0, releases + 1, rounds, 1e-5)
+    assert told < epsilon(z, 1.0, releases, rounds + 1, 1e-5)
+    assert told > epsilon(1.1 * z, 1.0, releases, rounds, 1e-5)
+
+
+def test_a_smaller_sample_costs_less() -> None:
+    told = [epsilon(4.0, q, 6, 2, 1e-5) for q in (0.05, 0.2, 0.6, 1.0)]
+    assert told == sorted(told)
+    assert told[0] < told[-1] / 5
+
+
+def test_what_releases_nothing_costs_nothing() -> None:
+    assert epsilon(1.0, 1.0, 0, 5, 1e-5) == 0
