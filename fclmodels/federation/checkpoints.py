@@ -17,6 +17,7 @@ from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
 
 NAMED = {"round", "server", "digest", "memories", "logs"}
+LOGS = ("rounds", "ledger", "monitors")
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Checkpoints:
                     f"{folder} is in use by another run of the same experiment. Wait for it, or stop it."
                 ) from None
             self._commit = self._read()
-            lengths = self._commit["logs"] if self._commit else {"rounds": 0, "ledger": 0}
-            self.rounds = opened.enter_context(contextlib.closing(Log(folder / "rounds.jsonl", lengths["rounds"])))
-            self.ledger = opened.enter_context(contextlib.closing(Log(folder / "ledger.jsonl", lengths["ledger"])))
+            lengths = self._commit["logs"] if self._commit else dict.fromkeys(LOGS, 0)
+            self.rounds, self.ledger, self.monitors = (
+                opened.enter_context(contextlib.closing(Log(folder / f"{name}.jsonl", lengths[name]))) for name in LOGS
+            )
             self._opened = opened.pop_all()
 
     def latest(self) -> Position | None:
@@ -72,7 +74,7 @@ class Checkpoints:
             "server": name,
             "digest": state.digest(tree),
             "memories": {str(client): os.path.relpath(file, self.folder) for client, file in position.memories.items()},
-            "logs": {"rounds": self.rounds.flush(), "ledger": self.ledger.flush()},
+            "logs": {name: getattr(self, name).flush() for name in LOGS},
         }
         state.write_json(self.folder / "commit.json", self._commit)
         self._committed_at = time.monotonic()

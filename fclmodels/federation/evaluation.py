@@ -1,13 +1,14 @@
-"""Accuracy on every task, learned or not, in all readings, from one pass over the test rows.
+"""Accuracy on every task, learned or not, in all readings, and which task was predicted for the samples of which.
 
 task_aware: only the known task's columns may answer. task_agnostic: all learned tasks' columns. task_predicted:
 the columns of the task that the method predicts for each sample (where a method predicts none, that is the task of
-its answer). Learned tasks are mixed in fixed batches, so that no batch tells which task it is from. A network whose
-logits depend on the batch is read a second time in batches of one task, under the name of the papers' protocol.
+its answer). Learned tasks are mixed in fixed batches, so that no batch tells which task it is from. Where a method can
+predict one task for a whole batch, mixed_batch_task_predicted does so with these batches. What depends on the batch
+is read a second time in batches of one task, under the name of the papers' protocol.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -36,13 +37,38 @@ SCHEMA = pl.Schema(
         "total": pl.Int64,
     }
 )
+CONFUSION = pl.Schema(
+    {"reading": pl.String, "after": pl.Int16, "task": pl.Int16, "predicted": pl.Int16, "count": pl.Int64}
+)
 HONEST = ("task_aware", "task_agnostic", "task_predicted")
+MIXED_BATCH = "mixed_batch_task_predicted"
 PAPER = ("paper_task_aware", "paper_task_agnostic", "paper_task_predicted")
-READINGS = HONEST + PAPER
+READINGS = (*HONEST, MIXED_BATCH, *PAPER)
+ANSWERED = pl.Schema(
+    {"reading": pl.String, "task": pl.Int64, "client": pl.Int64, "right": pl.Boolean, "predicted": pl.Int64}
+)
+UNTOLD = -1  # the predicted task where a method predicts none
+
+Predict = Callable[[Tensor], Prediction]
 
 
-def evaluate(method: "Method", server: Server) -> pl.DataFrame:
-    """The long accuracy table (schema above) of a model that is the same for all clients."""
+class Tables(NamedTuple):
+    """accuracy: counts by task, over all clients and for each that has test rows of its own (SCHEMA).
+    confusion: which task the method predicted, for the samples of each learned task (CONFUSION)."""
+
+    accuracy: pl.DataFrame
+    confusion: pl.DataFrame
+
+
+class Answer(NamedTuple):
+    """Of each sample [B]: the column of the logits that answers it, and the task predicted for it."""
+
+    columns: Tensor
+    tasks: Tensor
+
+
+def evaluate(method: "Method", server: Server) -> Tables:
+    """Both tables of a model that is the same for all clients."""
     run = method.run
     rows = [run.splits.test_rows(task.index) for task in run.splits.tasks]
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
@@ -55,25 +81,30 @@ def evaluate_on_client(method: "Method", client: Client, payload: Payload) -> Re
     rows = [run.splits.test_rows(task.index, client.index) for task in run.splits.tasks]
     server = Server(run.spec(client.task + 1), payload["weights"].tensors, client.task)
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
-    table = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)
-    return Reply({"accuracy": Part("count", {"table": encode(table, client.index)}, "each")})
+    tables = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)
+    return Reply({"tables": Part("count", encode(tables), "each")})
 
 
-def read(
-    run: Run, predict: Callable[[Tensor], Prediction], columns: Columns, rows: Sequence[Rows], learned: int, alone: bool
-) -> pl.DataFrame:
-    """All readings of one predictor on these test rows, one entry a task."""
-    tables = []
+def read(run: Run, predict: Predict, columns: Columns, rows: Sequence[Rows], learned: int, alone: bool) -> Tables:
+    """All readings of one predictor on these test rows, one entry a task; `alone`: its logits depend on the batch."""
+    parts = []
     if learned:
-        tables.append(_count(run, predict, columns, shuffled(rows[:learned]), HONEST))
+        parts.append(_answered(run, predict, columns, shuffled(rows[:learned])))
+    # By the papers' protocol: the reading, and which of the above it repeats.
+    papers = dict(zip(PAPER, HONEST, strict=True)) if alone else {}
+    if any(MIXED_BATCH in part["reading"] for part in parts):
+        papers["paper_task_predicted"] = MIXED_BATCH
+    for task in rows[:learned] if papers else []:
+        part = _answered(run, predict, columns, shuffled([task]))
+        parts += [
+            part.filter(pl.col("reading") == of).with_columns(reading=pl.lit(name)) for name, of in papers.items()
+        ]
     if learned < len(rows):
         # Where logits depend on the batch, tasks to come are mixed with the learned ones too, and only then told apart.
-        to_come = _count(run, predict, columns, shuffled(rows if alone else rows[learned:]), HONEST)
-        tables.append(to_come.filter(pl.col("task") >= learned))
-    if alone:
-        tables += [_count(run, predict, columns, shuffled([task]), PAPER) for task in rows[:learned]]
-    counted = [table.with_columns(after=pl.lit(learned, pl.Int16)).select(*SCHEMA).cast(SCHEMA) for table in tables]
-    return pl.concat([pl.DataFrame(schema=SCHEMA), *counted])
+        to_come = _answered(run, predict, columns, shuffled(rows if alone else rows[learned:]))
+        parts.append(to_come.filter(pl.col("task") >= learned, pl.col("reading").is_in(HONEST)))
+    answered = pl.concat(parts).with_columns(after=pl.lit(learned))
+    return Tables(_accuracy(answered), _confusion(answered))
 
 
 def shuffled(rows: Sequence[Rows]) -> Rows:
@@ -84,48 +115,69 @@ def shuffled(rows: Sequence[Rows]) -> Rows:
 
 
 @torch.inference_mode()
-def _count(
-    run: Run, predict: Callable[[Tensor], Prediction], columns: Columns, rows: Rows, readings: Sequence[str]
-) -> pl.DataFrame:
-    """Correct and total by task, over all clients and for each client that has test rows of its own."""
+def _answered(run: Run, predict: Predict, columns: Columns, rows: Rows) -> pl.DataFrame:
+    """For each reading and row (ANSWERED): whether it was answered right, and the task predicted for it."""
     if not len(rows):
-        return pl.DataFrame(schema=SCHEMA).drop("after")
+        return pl.DataFrame(schema=ANSWERED)
     masks, mask_of_row = _task_masks(run, columns, rows)
-    correct = np.zeros((len(readings), len(rows)), dtype=bool)
+    found = {reading: _unanswered(rows) for reading in HONEST}
     # What has no column yet cannot be answered right: it need not be computed.
     answerable = np.flatnonzero(np.isin(rows.labels, columns.labels.cpu().numpy()))
     start = 0
     for batch in run.batches.ordered(rows.take(answerable), run.params.evaluation.batch_size):
         places = answerable[start : start + len(batch.labels)]
         start += len(batch.labels)
-        answers = _answers(predict(batch.inputs), columns, run, masks[mask_of_row[places]])
-        for reading, answer in enumerate(answers):
-            correct[reading, places] = (columns.labels[answer] == batch.labels).cpu().numpy()
+        for reading, answer in _answers(predict(batch.inputs), columns, run, masks[mask_of_row[places]]).items():
+            right, predicted = found.setdefault(reading, _unanswered(rows))
+            right[places] = (columns.labels[answer.columns] == batch.labels).cpu().numpy()
+            predicted[places] = answer.tasks.cpu().numpy()
+    # A task none of whose classes has a column yet cannot be answered when the task is given: no row, not 0.
     known = masks.any(1)[mask_of_row].cpu().numpy()
     tables = []
-    for name, right in zip(readings, correct, strict=True):
-        table = pl.DataFrame({"task": rows.tasks, "client": rows.clients, "correct": right})
-        # A task none of whose classes has a column yet cannot be answered when the task is given: no row, not 0.
-        table = table.filter(pl.Series(known)) if name.endswith("aware") else table
-        counts = (pl.col("correct").sum().cast(pl.Int64), pl.len().cast(pl.Int64).alias("total"))
-        of_all = table.group_by("task").agg(pl.lit(None, pl.Int64).alias("client"), *counts)
-        of_each = table.filter(pl.col("client") >= 0).group_by("task", "client").agg(*counts)
-        both = pl.concat([of_all.select("task", "client", "correct", "total"), of_each])
-        tables.append(both.sort("client", "task").with_columns(reading=pl.lit(name)))
+    for reading, (right, predicted) in found.items():
+        facts = {"task": rows.tasks, "client": rows.clients, "right": right, "predicted": predicted}
+        table = pl.DataFrame(facts).select(pl.lit(reading).alias("reading"), pl.all())
+        tables.append(table.filter(pl.Series(known)) if reading == "task_aware" else table)
     return pl.concat(tables)
 
 
-def _answers(prediction: Prediction, columns: Columns, run: Run, of_task: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The column that answers each sample: task known, not known, predicted."""
+def _unanswered(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(len(rows), dtype=bool), np.full(len(rows), UNTOLD)
+
+
+def _answers(prediction: Prediction, columns: Columns, run: Run, of_task: Tensor) -> dict[str, Answer]:
+    """Of each sample of a batch: task known, not known, predicted, predicted for the whole batch where that is so."""
     logits = prediction.logits
-    aware = logits.masked_fill(~of_task, -torch.inf).argmax(1)
     agnostic = logits.argmax(1)
-    if prediction.task_scores is None:
-        return aware, agnostic, agnostic
-    tasks = run.splits.tasks[: prediction.task_scores.shape[1]]
-    masks = torch.stack([columns.of_task(task.index, task.classes) for task in tasks])
-    predicted = masks[prediction.task_scores.argmax(1)]
-    return aware, agnostic, logits.masked_fill(~predicted, -torch.inf).argmax(1)
+    untold = torch.full_like(agnostic, UNTOLD)
+    aware = logits.masked_fill(~of_task, -torch.inf).argmax(1)
+    answers = {
+        "task_aware": Answer(aware, untold),
+        "task_agnostic": Answer(agnostic, untold),
+        "task_predicted": Answer(agnostic, untold),
+    }
+    for reading, scores in (("task_predicted", prediction.task_scores), (MIXED_BATCH, prediction.batch_scores)):
+        if scores is not None:
+            masks = columns.of_tasks(task.classes for task in run.splits.tasks[: scores.shape[-1]])
+            predicted = scores.argmax(-1).expand(len(logits))
+            answers[reading] = Answer(logits.masked_fill(~masks[predicted], -torch.inf).argmax(1), predicted)
+    return answers
+
+
+def _accuracy(answered: pl.DataFrame) -> pl.DataFrame:
+    """Correct and total by task, over all clients and for each client that has test rows of its own."""
+    counts = (pl.col("right").sum().alias("correct"), pl.len().alias("total"))
+    of_all = answered.group_by("reading", "after", "task").agg(*counts, client=pl.lit(None, pl.Int64))
+    of_each = answered.filter(pl.col("client") >= 0).group_by("reading", "after", "task", "client").agg(*counts)
+    both = pl.concat([of_all.select(*SCHEMA).cast(SCHEMA), of_each.select(*SCHEMA).cast(SCHEMA)])
+    return both.sort("reading", "client", "task")
+
+
+def _confusion(answered: pl.DataFrame) -> pl.DataFrame:
+    """How many samples of each learned task were taken for one of which, where the method predicts tasks by itself."""
+    told = answered.filter(pl.col("predicted") != UNTOLD, pl.col("task") < pl.col("after"))
+    counts = told.group_by("reading", "after", "task", "predicted").agg(pl.len().alias("count"))
+    return counts.cast(CONFUSION).sort("reading", "task", "predicted")
 
 
 def _task_masks(run: Run, columns: Columns, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -140,30 +192,28 @@ def _task_masks(run: Run, columns: Columns, rows: Rows) -> tuple[Tensor, Tensor]
     return torch.stack(masks), torch.from_numpy(place.reshape(-1))
 
 
-def encode(table: pl.DataFrame, client: int) -> Tensor:
-    """A client's rows for the way to the server: int64 [n, 5] of reading, after, task, correct, total."""
-    of_all = table.filter(pl.col("client").is_null()).with_columns(
-        reading=pl.col("reading").replace_strict({name: i for i, name in enumerate(READINGS)})
-    )
-    return torch.from_numpy(
-        of_all.select("reading", "after", "task", "correct", "total").cast(pl.Int64).to_numpy().copy()
-    )
+def encode(tables: Tables) -> dict[str, Tensor]:
+    """A client's tables for the way to the server, as int64 [rows, columns]: readings by number, no column `client`."""
+    of_all = tables.accuracy.filter(pl.col("client").is_null()).drop("client")
+    number = pl.col("reading").replace_strict(READINGS, range(len(READINGS)), return_dtype=pl.Int64)
+    return {
+        name: torch.from_numpy(table.with_columns(number).cast(pl.Int64).to_numpy().copy())
+        for name, table in (("accuracy", of_all), ("confusion", tables.confusion))
+    }
 
 
-def gather(tables: dict[int, Tensor]) -> pl.DataFrame:
-    """The long accuracy table from what clients counted: theirs, and their sums."""
-    frames = [
-        pl.DataFrame(table.numpy(), schema=["reading", "after", "task", "correct", "total"]).with_columns(
-            client=pl.lit(client)
-        )
-        for client, table in tables.items()
-    ]
-    each = pl.concat(frames).with_columns(
-        reading=pl.col("reading").replace_strict(dict(enumerate(READINGS)), return_dtype=pl.String)
+def gather(encoded: Mapping[int, Mapping[str, Tensor]]) -> Tables:
+    """The tables from what each client counted: accuracy theirs and of all together, confusion of all together."""
+    accuracy = pl.concat(
+        [_decoded(tables["accuracy"], SCHEMA).with_columns(client=pl.lit(client)) for client, tables in encoded.items()]
     )
-    of_all = each.group_by("reading", "after", "task").agg(
-        pl.col("correct").sum(), pl.col("total").sum(), client=pl.lit(None, pl.Int32)
-    )
-    return pl.concat([of_all.select(*SCHEMA).cast(SCHEMA), each.select(*SCHEMA).cast(SCHEMA)]).sort(
-        "reading", "client", "task"
-    )
+    of_all = accuracy.group_by("reading", "after", "task").agg(pl.col("correct", "total").sum(), client=pl.lit(None))
+    both = pl.concat([table.select(*SCHEMA).cast(SCHEMA) for table in (of_all, accuracy)])
+    confusion = pl.concat([_decoded(tables["confusion"], CONFUSION) for tables in encoded.values()])
+    counts = confusion.group_by("reading", "after", "task", "predicted").agg(pl.col("count").sum())
+    return Tables(both.sort("reading", "client", "task"), counts.cast(CONFUSION).sort("reading", "task", "predicted"))
+
+
+def _decoded(table: Tensor, schema: pl.Schema) -> pl.DataFrame:
+    name = pl.col("reading").replace_strict(range(len(READINGS)), READINGS, return_dtype=pl.String)
+    return pl.DataFrame(table.numpy(), schema=[column for column in schema if column != "client"]).with_columns(name)

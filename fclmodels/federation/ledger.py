@@ -20,7 +20,7 @@ SCHEMA = {
 
 
 class Ledger:
-    """Rows go to an append-only log; those of one exchange are added up for the round's own row.
+    """One step's rows in an append-only log, and what they add up to.
 
     round -1, -2, ... are the exchanges at the end of a task.
     """
@@ -29,12 +29,18 @@ class Ledger:
         self.log = log
         self.bytes_up = 0
         self.bytes_down = 0
+        # Who has which part already: after an interruption, what the log says.
+        down = [row for row in log.rows() if row["direction"] == "down"]
+        self._has = {(row["part"], client) for row in down for client in row["client"]}
 
     def sent(self, job: Job, clients: Sequence[int]) -> None:
-        """The payload that each of the clients downloads."""
+        """The payload that each of the clients downloads, but for what it was to download once and has."""
         for name, part in job.payload.items():
-            self.bytes_down += part.bytes * len(clients)
-            self._write(job.task, job.round, list(clients), "down", name, part.kind, "-", part.bytes)
+            without = [client for client in clients if not (part.once and (name, client) in self._has)]
+            if without:
+                self._has |= {(name, client) for client in without} if part.once else set()
+                self.bytes_down += part.bytes * len(without)
+                self._write(job.task, job.round, without, "down", name, part.kind, "-", part.bytes)
 
     def received(self, job: Job, answer: Answer) -> None:
         """One client's reply, and the memory that it keeps."""

@@ -23,11 +23,15 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Named tensors of one kind, and the least that the method's server needs of them over clients."""
+    """Named tensors of one kind, and the least that the method's server needs of them over clients.
+
+    once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
+    """
 
     kind: Kind
     tensors: dict[str, Tensor]
     least: Least = "sum"
+    once: bool = False
 
     def to(self, device: torch.device | str) -> "Part":
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -51,11 +55,12 @@ class Reply:
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
-    return {name: {"kind": part.kind, "least": part.least, "tensors": part.tensors} for name, part in parts.items()}
+    facts = ("kind", "least", "once", "tensors")
+    return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
 
 
 def parts_from_tree(tree: Tree) -> dict[str, Part]:
-    return {name: Part(part["kind"], part["tensors"], part["least"]) for name, part in tree.items()}
+    return {name: Part(part["kind"], part["tensors"], part["least"], part["once"]) for name, part in tree.items()}
 
 
 class SharedBuffer:

@@ -1,5 +1,6 @@
 """What a model says of a batch: logits by column, and which class and task each column stands for."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,10 @@ class Columns:
         in_task = torch.isin(self.labels, torch.tensor(classes, dtype=torch.long, device=self.labels.device))
         return in_task & ((self.owners == task) | (self.owners == -1))
 
+    def of_tasks(self, tasks: Iterable[tuple[int, ...]]) -> Tensor:
+        """Masks [tasks, C] of the columns that answer when a task is predicted, from the classes of the first tasks."""
+        return torch.stack([self.of_task(task, classes) for task, classes in enumerate(tasks)])
+
     @classmethod
     def of(cls, spec: ModelSpec, device: torch.device) -> "Columns":
         rows = [(label, head) for head, labels in enumerate(spec.head_labels) for label in labels]
@@ -29,7 +34,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Prediction:
-    """logits [B, C]; task_scores [B, tasks learned] where the method predicts tasks itself."""
+    """logits [B, C]; where the method predicts tasks itself, task_scores [B, tasks learned] of each sample.
+
+    batch_scores [tasks learned]: of the batch as a whole, where the method can predict one task for all its samples.
+    """
 
     logits: Tensor
     task_scores: Tensor | None = None
+    batch_scores: Tensor | None = None

@@ -47,7 +47,8 @@ class TreeSum:
 
 
 def _added(into: Tensors, value: Tensors) -> Tensors:
-    torch._foreach_add_(list(into.values()), [value[name] for name in into])
+    if into:
+        torch._foreach_add_(list(into.values()), [value[name] for name in into])
     return into
 
 

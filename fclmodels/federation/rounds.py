@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ SCHEMA = {
     "seconds": pl.Float64,
 }
 
+Look = Callable[[Server, Server, int], None]  # at the global model before and after a round
+
 
 def learn(
     method: "Method",
@@ -41,13 +44,18 @@ def learn(
     executor: Executor,
     checkpoints: Checkpoints,
     listener: Listener,
+    look: Look | None = None,
 ) -> Position:
     """All rounds of a task, going on from the last checkpoint if there is one."""
     rounds = method.run.rounds(task)
     position = checkpoints.latest() or Position(method.start_task(server, task), memories, 0)
+    ledger = open_ledger(method, checkpoints)
     listener.task_started(task, rounds)
     while position.round < rounds:
-        position = one_round(method, position, task, executor, checkpoints, listener)
+        before = position.server if look else None
+        position = one_round(method, position, task, executor, checkpoints, ledger, listener)
+        if look and before:
+            look(before, position.server, position.round - 1)
         if position.round == rounds or checkpoints.age >= method.run.params.federation.checkpoint_seconds:
             checkpoints.commit(position)
     return position
@@ -59,11 +67,12 @@ def one_round(
     task: int,
     executor: Executor,
     checkpoints: Checkpoints,
+    ledger: Ledger,
     listener: Listener,
 ) -> Position:
     started = time.perf_counter()
     round = position.round
-    ledger = Ledger(checkpoints.ledger) if method.pooled_bytes is None else CentralLedger(checkpoints.ledger)
+    up, down = ledger.bytes_up, ledger.bytes_down
     chosen = sample_clients(method, task, round)
     cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints)
     if method.pooled_bytes is not None and round == 0:
@@ -82,13 +91,17 @@ def one_round(
         "clients": len(chosen),
         "loss": replies.loss,
         "server_lr": method.server_lr(task),
-        "bytes_up": ledger.bytes_up,
-        "bytes_down": ledger.bytes_down,
+        "bytes_up": ledger.bytes_up - up,
+        "bytes_down": ledger.bytes_down - down,
         "seconds": time.perf_counter() - started,
     }
     checkpoints.rounds.append(row)
     listener.round_done(row)
     return Position(server, cohort.memories, round + 1)
+
+
+def open_ledger(method: "Method", checkpoints: Checkpoints) -> Ledger:
+    return Ledger(checkpoints.ledger) if method.pooled_bytes is None else CentralLedger(checkpoints.ledger)
 
 
 def refuse_divergence(server: Server, loss: float, task: int, round: int) -> None:

@@ -38,6 +38,11 @@ class Run:
         return ModelSpec(self.params.model.model_dump(mode="json"), self.splits.shape, head, classes)
 
     def rounds(self, task: int) -> int:
+        """Rounds that a task is trained for."""
+        return max(1, round(self.rounds_set(task) * self.params.federation.rounds_scale))
+
+    def rounds_set(self, task: int) -> int:
+        """The same before federation.rounds_scale shrinks them."""
         rounds = self.params.federation.rounds
         if isinstance(rounds, int):
             return rounds

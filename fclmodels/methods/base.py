@@ -21,6 +21,7 @@ from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
+from fclmodels.numerics.relevance import Router
 from fclmodels.settings import Settings as BaseSettings
 from fclmodels.state import Tree
 
@@ -62,6 +63,10 @@ class Method:
         """eta_g, the share of the average update that the server applies in a task."""
         return self.run.server_lr(task)
 
+    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """P: what the method lets through of changes of weights, by name, while it learns server.task."""
+        return changes
+
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         """After the task's last round, with as many exchanges (`cohort.ask`) as the method needs."""
         return server
@@ -73,6 +78,10 @@ class Method:
     def predictor(self, server: Server) -> Predictor:
         """A function from inputs [B, C, H, W] to a Prediction, with the network set up once."""
         raise NotImplementedError
+
+    def router(self, server: Server) -> Router | None:
+        """What a served model needs to predict tasks from features by itself, where the method does so."""
+        return None
 
     # Who takes part, with which samples. Centralised references look beyond one client's rows here, and only here.
 

@@ -62,13 +62,18 @@ class FedAvg(Method):
         total = replies.sum("weight")["weight"].item()
         # Running statistics are averaged as they are: a step beyond their mean could make a variance negative.
         shares = {"update": self.server_lr(server.task) / total, "statistics": 1 / total}
+        sums = {part: replies.sum(part) for part in shares if part in replies.parts}
+        sums["update"] = self.admitted(server, sums["update"])
         moved = {
-            name: server.weights[name].add(change, alpha=share)
-            for part, share in shares.items()
-            if part in replies.parts
-            for name, change in replies.sum(part).items()
+            name: server.weights[name].add(change, alpha=shares[part])
+            for part, changes in sums.items()
+            for name, change in changes.items()
         }
         return replace(server, weights={**server.weights, **moved})
+
+    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the server lets through of the clients' summed update."""
+        return update
 
     def predictor(self, server: Server) -> Predictor:
         return self.predict_with(self.networks.load(server.spec, server.weights))
@@ -77,7 +82,7 @@ class FedAvg(Method):
         start = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
         network = self.networks.load(self.run.spec(client.task + 1), start)
         self.set_modes(network, client.task)
-        training = LocalTraining(self, client, network, start)
+        training = self.training(client, payload, network, start)
         loss = training.run()
         statistics = {name: network.get_buffer(name) for name in statistics_names(network)}
         update, memory = training.update(), client.memory
@@ -92,7 +97,16 @@ class FedAvg(Method):
         }
         if changes:
             parts["statistics"] = Part("statistics", changes)
+        parts |= self.further_parts(client, payload, network)
         return Reply(parts, loss, len(client.rows), client.round), memory
+
+    def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:
+        """The local training of a client that has downloaded this payload."""
+        return LocalTraining(self, client, network, start)
+
+    def further_parts(self, client: Client, payload: Payload, network: Network) -> dict[str, Part]:
+        """What a method adds to the reply of a client that has just trained this network."""
+        return {}
 
     @property
     def personal(self) -> bool:

@@ -21,7 +21,9 @@ from fclmodels.experiment import Experiment
 from fclmodels.federation import rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.client import Client
+from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import Serial
+from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
@@ -205,8 +207,11 @@ def federate(tmp_path: Path) -> Federate:
         server, memories = method.setup(), {}
         for task in range(len(method.run.splits.tasks) if tasks is None else tasks):
             checkpoints = Checkpoints(tmp_path / f"federate-{next(number)}")
-            position = rounds.learn(method, server, memories, task, Serial(method, 1), checkpoints, Listener())
-            server, memories = position.server, position.memories
+            executor = Serial(method, 1)
+            position = rounds.learn(method, server, memories, task, executor, checkpoints, Listener())
+            clients = method.participants(task)
+            cohort = Cohort(executor, task, clients, position.memories, Ledger(checkpoints.ledger), checkpoints)
+            server, memories = method.finish_task(position.server, cohort), cohort.memories
             checkpoints.close()
         return server
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fclmodels import metrics
 from fclmodels.data.splits import Splits
 from fclmodels.federation import evaluation
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.run import Run
+from fclmodels.report import words
 
 Table = Counter[tuple[str, int, int | None, str]]
 KEY = ["reading", "after", "task", "client"]
@@ -63,7 +65,7 @@ def by_hand(method: Any, learned: int, scored: bool = False) -> ByHand:
 
 def table_of(run: Run, predictor: Any, learned: int, alone: bool = False) -> pl.DataFrame:
     rows = [run.splits.test_rows(task.index) for task in run.splits.tasks]
-    return evaluation.read(run, predictor, predictor.columns, rows, learned, alone)
+    return evaluation.read(run, predictor, predictor.columns, rows, learned, alone).accuracy
 
 
 def counted(splits: Splits, predictor: ByHand, learned: int) -> dict[tuple, tuple[int, int]]:
@@ -264,9 +266,10 @@ def test_what_clients_count_comes_together(own_splits: Callable, method_of: Call
     theirs = {}
     for client in range(splits.clients):
         rows = [splits.test_rows(task.index, client) for task in splits.tasks]
-        table = evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone=False)
-        theirs[client] = evaluation.encode(table, client)
-    assert as_dict(evaluation.gather(theirs)) == as_dict(here)
+        theirs[client] = evaluation.encode(
+            evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone=False)
+        )
+    assert as_dict(evaluation.gather(theirs).accuracy) == as_dict(here)
 
 
 def test_a_client_without_test_rows_is_judged_by_none(
@@ -281,6 +284,132 @@ def test_a_client_without_test_rows_is_judged_by_none(
     experiment.run(tmp_path / "run")
     table = pl.read_parquet(tmp_path / "run" / "accuracy.parquet").filter(pl.col("after") == 1, pl.col("task") == 0)
     assert set(table["client"]) == {None, 0, 3}
+
+
+@dataclass
+class Together:
+    """Fixed random logits and scores as `ByHand` has them; a batch has the mean of its samples' scores."""
+
+    alone: ByHand
+    batches: list[list[int]]
+
+    @property
+    def columns(self) -> Columns:
+        return self.alone.columns
+
+    def __call__(self, inputs: Tensor) -> Prediction:
+        self.batches.append(samples_of(inputs))
+        prediction = self.alone(inputs)
+        assert prediction.task_scores is not None
+        return Prediction(prediction.logits, prediction.task_scores, prediction.task_scores.mean(0))
+
+    def told(self, batches: Sequence[list[int]]) -> dict[int, int]:
+        """sample -> the task that its batch was taken for."""
+        assert self.alone.scores is not None
+        return {sample: int(self.alone.scores[batch].mean(0).argmax()) for batch in batches for sample in batch}
+
+
+def told_by_hand(splits: Splits, predictor: Together, tasks: dict[int, int]) -> tuple[Counter, Counter]:
+    """Right answers by task, and samples by (task, task taken for it), one sample after another."""
+    right: Counter = Counter()
+    taken: Counter = Counter()
+    labels, owners = predictor.columns.labels.tolist(), predictor.columns.owners.tolist()
+    manifest = pl.read_parquet(splits.folder / "manifest.parquet").filter(pl.col("sample").is_in(list(tasks)))
+    for sample, label, task in manifest.select("sample", "label", "task").iter_rows():
+        told = tasks[sample]
+        may = [c for c, o in enumerate(owners) if o in (told, -1) and labels[c] in splits.tasks[told].classes]
+        logits = predictor.alone.logits[sample]
+        right[task] += labels[max(may, key=lambda c: logits[c])] == label
+        taken[task, told] += 1
+    return right, taken
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+@pytest.mark.parametrize("alone", [False, True], ids=["each by itself", "logits depend on the batch"])
+def test_a_batch_is_routed_as_a_whole_only_under_names_of_its_own(
+    alone: bool, head: str, own_splits: Callable, method_of: Callable
+) -> None:
+    splits = coded(own_splits(tasks=3, head=head))
+    method = method_of(type(method_of()), "evaluation.batch_size=7", splits=splits)
+    predictor = Together(by_hand(method, 2, scored=True), [])
+    rows = [splits.test_rows(task) for task in range(3)]
+    tables = evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone)
+    by_itself = evaluation.read(method.run, predictor.alone, predictor.columns, rows, 2, alone)
+
+    mixed, papers = predictor.batches[:5], predictor.batches[5:11]  # 2 tasks of 16 samples, in batches of at most 7
+    assert all(len({sample in rows[0].samples for sample in batch}) == 1 for batch in papers)
+    scores = predictor.alone.scores
+    assert scores is not None
+    each = {sample: int(scores[sample].argmax()) for batch in mixed for sample in batch}
+    expected = {
+        "task_predicted": each,
+        "mixed_batch_task_predicted": predictor.told(mixed),
+        "paper_task_predicted": predictor.told(papers),
+    }
+    assert len(set(expected["mixed_batch_task_predicted"].values())) == 2
+    of_all = tables.accuracy.filter(pl.col("client").is_null(), pl.col("task") < 2)
+    for reading, tasks in expected.items():
+        right, taken = told_by_hand(splits, predictor, tasks)
+        counts = of_all.filter(pl.col("reading") == reading)
+        assert dict(counts.select("task", "correct").iter_rows()) == right
+        assert counts["total"].to_list() == [16, 16]
+        found = tables.confusion.filter(pl.col("reading") == reading, pl.col("after") == 2)
+        assert {(task, told): n for task, told, n in found.select("task", "predicted", "count").iter_rows()} == taken
+    assert set(tables.confusion["reading"]) == set(expected)
+
+    others = {"paper_task_aware", "paper_task_agnostic"} if alone else set()
+    assert set(tables.accuracy["reading"]) == {*evaluation.HONEST, *expected} | others
+    beside = pl.col("reading").is_in([*evaluation.HONEST, *others])
+    assert as_dict(tables.accuracy.filter(beside)) == as_dict(by_itself.accuracy.filter(beside))
+
+
+def test_every_reading_has_a_place_in_the_metrics_and_words_for_the_page() -> None:
+    assert metrics.READINGS == evaluation.READINGS
+    assert tuple(words.READINGS) == evaluation.READINGS
+
+
+def test_readings_of_whole_batches_have_learned_tasks_only(own_splits: Callable, method_of: Callable) -> None:
+    method = method_of(splits=coded(own_splits(tasks=3)))
+    for learned in (1, 2):
+        table = table_of(method.run, Together(by_hand(method, learned, scored=True), []), learned)
+        whole = table.filter(pl.col("reading").is_in(["mixed_batch_task_predicted", "paper_task_predicted"]))
+        assert set(whole["task"]) == set(range(learned))
+        assert set(table["task"]) == {0, 1, 2}
+
+
+def test_a_batch_of_one_is_routed_as_its_sample(own_splits: Callable, method_of: Callable) -> None:
+    method = method_of(type(method_of()), "evaluation.batch_size=1", splits=coded(own_splits(tasks=3)))
+    table = table_of(method.run, Together(by_hand(method, 3, scored=True), []), 3)
+    counts = [
+        table.filter(pl.col("reading") == reading).drop("reading").rows()
+        for reading in ("task_predicted", "mixed_batch_task_predicted", "paper_task_predicted")
+    ]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_only_a_method_that_predicts_tasks_has_a_confusion_table(own_splits: Callable, method_of: Callable) -> None:
+    splits = coded(own_splits(tasks=3))
+    method = method_of(splits=splits)
+    rows = [splits.test_rows(task) for task in range(3)]
+    for learned, scored, readings in ((2, False, set()), (2, True, {"task_predicted"}), (0, True, set())):
+        predictor = by_hand(method, learned, scored)
+        confusion = evaluation.read(method.run, predictor, predictor.columns, rows, learned, alone=False).confusion
+        assert confusion.schema == evaluation.CONFUSION
+        assert set(confusion["reading"]) == readings
+        assert confusion["count"].sum() == len(readings) * sum(map(len, rows[:learned]))
+
+
+def test_confusions_that_clients_counted_add_up(own_splits: Callable, method_of: Callable) -> None:
+    splits = coded(own_splits(tasks=3))
+    method = method_of(splits=splits)
+    predictor = by_hand(method, 2, scored=True)
+
+    def tables(client: int | None) -> evaluation.Tables:
+        rows = [splits.test_rows(task.index, client) for task in splits.tasks]
+        return evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone=False)
+
+    theirs = {client: evaluation.encode(tables(client)) for client in range(splits.clients)}
+    assert evaluation.gather(theirs).confusion.equals(tables(None).confusion)
 
 
 def test_evaluation_does_not_touch_the_ambient_generator(own_splits: Callable, method_of: Callable) -> None:

@@ -1,0 +1,159 @@
+"""FedProTIP: replay-free gradient projection with task identity prediction (section 4, Algorithm 1).
+
+Training is local projected descent (projected.py). After a task each client sends core bases of what the protected
+layers see of its images on the global model (eq. 6 to 8), and the server appends their union to what it knows (eq. 9).
+The features have bases of their own, by which tasks are predicted (tip.py).
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from fclmodels.backbones.layer_inputs import LayerInputs
+from fclmodels.errors import UserError
+from fclmodels.federation.client import Client
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.replies import Replies
+from fclmodels.federation.run import Run
+from fclmodels.federation.server import Server
+from fclmodels.methods.base import Memory
+from fclmodels.methods.subspaces import Bases
+from fclmodels.methods.tip import REFERENCES, Tip
+from fclmodels.numerics.sketch import gaussian_sketch
+from fclmodels.numerics.subspace import extend, residual_mass, total_energy
+from fclmodels.settings import Settings as BaseSettings
+
+# TIP's basis among those of the layers, and the layer whose input it is of.
+FEATURES, LAST = "features", "heads.0"
+# Of an input that lies in the span a Gram matrix of float32 products leaves directions up to 3.5e-4 of its norm
+# (measured, d from 9 to 576). Where the residual is nothing else, the share of it that eq. 8 keeps would be noise.
+ROUNDING = 5e-4
+
+
+class FedProTIP(Tip):
+    """Projects every local step, and predicts a sample's task by the subspaces that its features lie in."""
+
+    name = "fedprotip"
+    paper = "FedProTIP: Task-Agnostic Federated Continual Learning via Replay-Free Gradient Projection"
+
+    class Settings(Tip.Settings):
+        threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
+        samples: PositiveInt | None = Field(1280, description="images a client looks at to find a basis; none: all")
+        patches: PositiveInt | None = Field(
+            512, description="m_s, random columns of each layer's input that a client takes; none: all"
+        )
+        rank_rule: Literal["residual-mass", "total-energy"] = Field(
+            "residual-mass", description="share of the residual's singular values (eq. 8), or of all energy (release)"
+        )
+        union: Literal["union", "sequential"] = Field(
+            "union", description="all clients' bases; sequential: each client adds to the earlier ones' (release)"
+        )
+        exchange: Literal["bases", "sketch"] = Field(
+            "bases", description="a client's bases, or a Gaussian sketch of them that is only summed (eq. 40)"
+        )
+        sketch_width: PositiveInt | None = Field(None, description="columns of a sketch; none: the layer's d")
+        projection: Literal["local", "global"] = Field(
+            "local", description="of every local step, or only of the aggregated update (section 6.3)"
+        )
+
+    settings: Settings
+
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        super().__init__(settings, run)
+        if (self.settings.union, self.settings.exchange) == ("sequential", "sketch"):
+            raise UserError(
+                "methods.fedprotip.union: sequential asks one client after another, and sketches are only summed. "
+                "Use union: union, or exchange: bases."
+            )
+
+    # Training.
+
+    def payload(self, server: Server) -> Payload:
+        local = self.settings.projection == "local"
+        return {**super().payload(server), **(self.guard_parts(server) if local else {})}
+
+    def spans(self, client: Client, payload: Payload) -> dict[str, Bases]:
+        return {part: payload[part].tensors if part in payload else {} for part in ("bases", "complements")}
+
+    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.admissible(server, update) if self.settings.projection == "global" else update
+
+    # After a task, on the server.
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        bases = dict(server.knowledge["bases"])
+        if self.settings.tip:
+            bases[FEATURES] = self.known_features(server)
+        features: list[Tensor] = []
+        columns: dict[str, Tensor] = {}
+        squares: dict[str, Tensor] = {}
+        for clients in self._turns(cohort.clients):
+            replies = cohort.ask("bases", {**super().payload(server), "bases": Part("basis", bases)}, clients)
+            for found in self._found(replies):
+                features += [found.pop(FEATURES)] if self.settings.tip else []
+                bases |= {name: extend(bases[name], directions) for name, directions in found.items()}
+            columns, squares = added(columns, replies.sum("columns")), added(squares, replies.sum("spectra"))
+        facts = {
+            "columns": {name: counts.tolist() for name, counts in columns.items()},
+            "spectra": {name: of_layer.sqrt() for name, of_layer in squares.items()},
+        }
+        server = self.with_bases(server, {name: bases[name] for name in server.knowledge["bases"]}, **facts)
+        return self.with_task(server, cohort, features) if self.settings.tip else server
+
+    def _turns(self, clients: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Who is asked at once: all, or in the release's variant each on what the bases have become by then."""
+        return [(client,) for client in clients] if self.settings.union == "sequential" else [clients]
+
+    def _found(self, replies: Replies) -> Iterator[Bases]:
+        if self.settings.exchange == "sketch":
+            yield dict(replies.sum("directions"))
+        else:
+            yield from (directions for _, directions in replies.each("directions"))
+
+    # After a task, on a client.
+
+    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
+        if question == REFERENCES:
+            of_task = payload["features"].tensors
+            return self.references(client, [of_task[str(task)] for task in range(len(of_task))])
+        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
+        bases, layers = payload["bases"].tensors, self._all_layers(network)
+        layer_of = {name: LAST if name == FEATURES else name for name in bases}
+        inputs = self.observe(client, network, {layer: layers[layer] for layer in layer_of.values()})
+        memory = self.remembering(client, inputs[LAST]) if self.settings.tip else client.memory
+        return Reply(self.core_bases(client, {name: inputs[layer_of[name]] for name in bases}, bases)), memory
+
+    def core_bases(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, Part]:
+        """Of each input: the leading directions outside its basis (eq. 6 to 8), or a sketch of them (eq. 40).
+
+        Besides, the squared singular values, filled up to d, and how many columns were taken of how many.
+        """
+        sketch, random = self.settings.exchange == "sketch", client.generator("sketch")
+        directions, squares, columns = {}, {}, {}
+        for name, seen in inputs.items():
+            U, sigma = seen.principal(bases[name])
+            U = U[:, : self._rank(name, seen, bases[name], sigma, client.task)]
+            width = self.settings.sketch_width or seen.width
+            directions[name] = gaussian_sketch(U * sigma[: U.shape[1]], width, random) if sketch else U.contiguous()
+            squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
+            columns[name] = torch.tensor([seen.seen, seen.total])
+        found = Part("sketch", directions) if sketch else Part("basis", directions, "each")
+        return {"directions": found, "spectra": Part("statistics", squares), "columns": Part("count", columns)}
+
+    def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
+        threshold = self.settings.tip_threshold if name == FEATURES else self.threshold(task)
+        energy = seen.energy()
+        if self.settings.rank_rule == "residual-mass":
+            rank = residual_mass(sigma, threshold)
+        else:
+            rank = total_energy(sigma, seen.energy(basis) / energy if energy else 0.0, threshold)
+        above_rounding = sigma.double().square() > ROUNDING**2 * energy * seen.seen / seen.total
+        return min(rank, int(above_rounding.sum()))
+
+
+def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: sums[name] + tensor if sums else tensor for name, tensor in more.items()}

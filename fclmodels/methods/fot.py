@@ -1,0 +1,208 @@
+"""FOT: Federated Orthogonal Training (Bakman et al. 2024, Algorithms 1 and 2).
+
+Clients train as in FedAvg. FedProject: the server removes from their mean update what acts on the principal subspace
+of earlier tasks' layer inputs (eq. 5 to 7). GPSE: after each task every client sends one Gaussian sketch of each
+layer's input outside the known subspace (eq. 8, 9); of the sum the leading directions join the subspace (eq. 12).
+Appendix H, the settings dp_*: what is sent is clipped and gets Gaussian noise, and an accountant tells what that hides.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor, nn
+
+from fclmodels.backbones.capture import Layer
+from fclmodels.backbones.layer_inputs import ROUNDING_OF_GRAM
+from fclmodels.backbones.network import Network
+from fclmodels.federation.client import Client
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.replies import Replies
+from fclmodels.federation.server import Server
+from fclmodels.methods.base import Memory
+from fclmodels.methods.subspaces import Bases, Subspaces
+from fclmodels.numerics.privacy import clipped, epsilon, noise_share, without_noise
+from fclmodels.numerics.subspace import principal, release_rank, total_energy
+
+RANK_RULES = {"total-energy": total_energy, "release": release_rank}
+PARTS = ("sketch", "energy", "columns")  # what a client tells of its layers' inputs, as sums over clients
+COVERS = (
+    "all that one client sends in GPSE, given the models; one client added or removed; central, under secure "
+    "aggregation with every client's share of the noise. Not covered: the training updates"
+)
+
+
+class Fot(Subspaces):
+    """Keeps the server's updates orthogonal to what earlier tasks' layers saw; clients sketch it once a task."""
+
+    name = "fot"
+    paper = "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in Continual Federated Learning"
+
+    class Settings(Subspaces.Settings):
+        rank_rule: Literal["total-energy", "release"] = Field(
+            "total-energy", description="energy with the share already covered, or the released code's norm ratio"
+        )
+        sketch_conv: PositiveFloat = Field(5.0, description="width of a convolution's sketch, in times its d")
+        sketch_linear: PositiveFloat = Field(5.0, description="width of a linear layer's sketch, in times its d")
+        gpse: Literal["global", "local"] = Field(
+            "global",
+            description="all clients on the final global model; local: the last round's clients on their own (release)",
+        )
+        dp_noise_multiplier: PositiveFloat | None = Field(
+            None, description="standard deviation of the noise in a sum over clients, in times dp_clip; none: no noise"
+        )
+        dp_clip: PositiveFloat = Field(1.0, description="under noise: largest Frobenius norm of a client's sketch")
+        dp_sample_rate: float = Field(
+            1.0,
+            gt=0,
+            le=1,
+            description="under noise: probability with which each client joins; others send noise alone",
+        )
+        dp_delta: float = Field(1e-5, gt=0, lt=1, description="under noise: the delta for which epsilon is told")
+
+        @model_validator(mode="after")
+        def _noise_fits_the_rest(self) -> "Fot.Settings":
+            if self.dp_noise_multiplier is not None and (self.gpse, self.rank_rule) != ("global", "total-energy"):
+                raise ValueError("dp_noise_multiplier needs gpse: global and rank_rule: total-energy.")
+            return self
+
+    settings: Settings
+
+    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """FedProject, eq. 6."""
+        return self.admissible(server, update)
+
+    def payload(self, server: Server) -> Payload:
+        with_bases = self.settings.gpse == "local"
+        return {**super().payload(server), **(known(server) if with_bases else {})}
+
+    def further_parts(self, client: Client, payload: Payload, network: Network) -> dict[str, Part]:
+        """The release's GPSE: sketches of the last round's clients, on the models that they have just trained."""
+        if self.settings.gpse == "local" and client.round == self.run.rounds(client.task) - 1:
+            return self.sketched(client, network, payload["bases"].tensors)
+        return {}
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        server = super().aggregate(server, replies)
+        return told(server, replies) if "sketch" in replies.parts else server
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        """GPSE and ExpandOrthogonalSet (Algorithm 2)."""
+        if self.settings.gpse == "global":
+            question = {**super().payload(server), **known(server)}
+            if self.private:
+                question["cohort"] = Part("count", {"clients": torch.tensor(len(cohort.clients))})
+            server = told(server, cohort.ask("gpse", question))
+        sums = server.knowledge["told"]
+        directions, spectra = {}, {}
+        for name, sketch in sums["sketch"].items():
+            U, sigma = principal(sketch)
+            if self.private:
+                sigma, share = self.denoised(sigma, sketch, sums["share"][name], len(cohort.clients))
+            else:
+                sigma, share = self.measured(sigma, sketch, sums["energy"][name])
+            spectra[name] = sigma
+            directions[name] = U[:, : RANK_RULES[self.settings.rank_rule](sigma, share, self.threshold(server.task))]
+        columns = {name: counts.tolist() for name, counts in sums.get("columns", {}).items()}
+        kept = {name: value for name, value in server.knowledge.items() if name != "told"}
+        facts = {"spectra": spectra, "columns": columns, "privacy": self.privacy(server) if self.private else None}
+        return self.extended(replace(server, knowledge=kept), directions, **facts)
+
+    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
+        """RandomizedActivationCollection (Algorithm 2), on the global model."""
+        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
+        parts = self.sketched(client, network, payload["bases"].tensors)
+        if self.private:
+            parts = self.noisy(client, parts, int(payload["cohort"].tensors["clients"]))
+        return Reply(parts), client.memory
+
+    def sketched(self, client: Client, network: Network, bases: Bases) -> dict[str, Part]:
+        """Of each layer: the sketch [d, s] of X* (eq. 9), its energies, and how many columns were taken of how many.
+
+        energy: ||X||^2, ||X*||^2, n ||X*|| / ||X|| and n, the number of samples.
+        """
+        random, samples = client.generator("sketch"), len(client.rows)
+        layers = self.layers(network)
+        sketches, energies, columns = {}, {}, {}
+        for name, seen in self.observe(client, network, layers).items():
+            all_of_it, outside = seen.energy(), seen.energy(bases[name])
+            ratio = (outside / all_of_it) ** 0.5 if all_of_it else 0.0
+            sketches[name] = seen.sketch(bases[name], self.sketch_width(layers[name]), random)
+            energies[name] = torch.tensor([all_of_it, outside, samples * ratio, samples], dtype=torch.float64)
+            columns[name] = torch.tensor([seen.seen, seen.total])
+        tensors = dict(zip(PARTS, (sketches, energies, columns), strict=True))
+        return {part: Part("sketch" if part == "sketch" else "count", tensors[part]) for part in PARTS}
+
+    def sketch_width(self, layer: Layer) -> int:
+        """s, the sampling dimension."""
+        conv = isinstance(layer.module, nn.Conv2d)
+        return max(1, round(layer.width * (self.settings.sketch_conv if conv else self.settings.sketch_linear)))
+
+    def measured(self, sigma: Tensor, sketch: Tensor, energy: Tensor) -> tuple[Tensor, float]:
+        """A sketch's singular values, 0 for what is rounding, and the share of the layer's input outside its basis.
+
+        The share is that of the energy, or in the release the clients' mean of that of the norm.
+        """
+        least = ROUNDING_OF_GRAM * (sketch.shape[1] * energy[0]).sqrt()
+        release = self.settings.rank_rule == "release"
+        return sigma.where(sigma > least, 0.0), float(energy[2] / energy[3] if release else share_outside(energy))
+
+    # The Gaussian mechanism, appendix H.
+
+    @property
+    def private(self) -> bool:
+        return self.settings.dp_noise_multiplier is not None
+
+    def deviation(self, bound: float) -> float:
+        """Of the noise in a sum over clients of what has at most this norm."""
+        return (self.settings.dp_noise_multiplier or 0.0) * bound
+
+    def noisy(self, client: Client, parts: dict[str, Part], clients: int) -> dict[str, Part]:
+        """Eq. 14: of each layer the sketch and ||X*||^2 / ||X||^2, clipped, and the client's share of the noise.
+
+        A client that does not join sends the noise alone, so that the server does not learn who joined.
+        """
+        random = client.generator("privacy")
+        joins = torch.rand((), generator=random) < self.settings.dp_sample_rate
+
+        def released(X: Tensor, bound: float) -> Tensor:
+            return clipped(X, bound) * joins + noise_share(X, self.deviation(bound), clients, random)
+
+        sketches = {name: released(A, self.settings.dp_clip) for name, A in parts["sketch"].tensors.items()}
+        shares = {name: released(share_outside(energy), 1.0) for name, energy in parts["energy"].tensors.items()}
+        return {"sketch": Part("sketch", sketches), "share": Part("count", shares)}
+
+    def denoised(self, sigma: Tensor, sketch: Tensor, shares: Tensor, clients: int) -> tuple[Tensor, float]:
+        """A sketch's singular values less the noise's energy; the mean share over the clients expected to join."""
+        share = float(shares) / (self.settings.dp_sample_rate * clients)
+        return without_noise(sigma, sketch.shape, self.deviation(self.settings.dp_clip)), min(max(share, 0.0), 1.0)
+
+    def privacy(self, server: Server) -> dict[str, Any]:
+        """What all GPSE rounds so far are worth to the client that was asked most often."""
+        asked = Counter(client for task in range(server.task + 1) for client in self.participants(task))
+        mechanism: dict[str, Any] = {
+            "noise_multiplier": self.settings.dp_noise_multiplier,
+            "sample_rate": self.settings.dp_sample_rate,
+            "releases": 2 * len(server.knowledge["bases"]),
+            "rounds": max(asked.values()),
+            "delta": self.settings.dp_delta,
+        }
+        return {"epsilon": epsilon(**mechanism), "covers": COVERS, "clip": self.settings.dp_clip, **mechanism}
+
+
+def share_outside(energy: Tensor) -> Tensor:
+    """||X*||^2 / ||X||^2; 0 where a layer sees zeros only."""
+    return energy[1] / energy[0] if energy[0] else energy[0]
+
+
+def known(server: Server) -> Payload:
+    return {"bases": Part("basis", server.knowledge["bases"], once=True)}
+
+
+def told(server: Server, replies: Replies) -> Server:
+    """The server with the sums of what clients told."""
+    sums = {part: replies.sum(part) for part in (*PARTS, "share") if part in replies.parts}
+    return replace(server, knowledge={**server.knowledge, "told": sums})

@@ -1,0 +1,418 @@
+"""FedProTIP's exchanges at the end of a task, against NumPy on what the clients' layers really saw."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import Tensor
+
+from fclmodels import state
+from fclmodels.backbones.layer_inputs import LayerInputs
+from fclmodels.errors import UserError
+from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.replies import Replies
+from fclmodels.federation.server import Server
+from fclmodels.listener import Listener
+from fclmodels.methods.base import Memory
+from fclmodels.methods.fedprotip import FedProTIP
+from fclmodels.methods.subspaces import Bases
+
+MLP = ("model.backbone=mlp", "model.hidden=24")
+# Each client misses some task but the first and the last; client 3 has a single sample of each of its tasks.
+MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (2, 3): 1}
+
+
+class Recording(FedProTIP):
+    """Keeps every answer: question, client, task, reply, memory."""
+
+    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().answer(client, question, payload)
+        self.answers = [*getattr(self, "answers", []), (question, client.index, client.task, reply, memory)]
+        return reply, memory
+
+    def those(self, question: str, task: int) -> dict[int, tuple[Reply, Memory]]:
+        return {c: (reply, memory) for q, c, t, reply, memory in self.answers if (q, t) == (question, task)}
+
+
+def inputs_of(method: FedProTIP, server: Server, task: int, client: int) -> dict[str, np.ndarray]:
+    """What an MLP's layers see of a client's images: columns [d, n], by a forward pass written out here."""
+    rows = method.run.splits.rows(task, "train", client)
+    x = (method.run.splits.images[torch.from_numpy(rows.samples)].double().numpy() / 255 - 0.5) / 0.25
+    seen, x = {}, x.reshape(len(x), -1).T
+    for layer in ("fc1", "fc2", "fc3"):
+        seen[f"backbone.{layer}"] = x
+        weight, bias = (server.weights[f"backbone.{layer}.{part}"].double().numpy() for part in ("weight", "bias"))
+        x = np.maximum(weight @ x + bias[:, None], 0)
+    return {**seen, "features": x}
+
+
+def projector(basis: Any) -> np.ndarray:
+    basis = np.asarray(basis, dtype=np.float64)
+    return basis @ basis.T
+
+
+def mass_rank(sigma: np.ndarray, share: float) -> int:
+    """eq. 8, as it is written."""
+    return next(r for r in range(1, len(sigma) + 1) if sigma[:r].sum() >= share * sigma.sum())
+
+
+def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callable, after_each_task: Callable) -> None:
+    """eq. 6 to 8 with NumPy's SVD, in the first task and on top of what is known."""
+    method = method_of(Recording, *MLP, threshold=0.5, threshold_step=0.1, tip_threshold=0.4)
+    servers = after_each_task(method)
+    for task, server in enumerate(servers):
+        known = {name: np.zeros((basis.shape[0], 0)) for name, basis in server.knowledge["bases"].items()}
+        if task:
+            known = {name: basis.numpy() for name, basis in servers[task - 1].knowledge["bases"].items()}
+        for client, (reply, _) in method.those("bases", task).items():
+            assert reply.parts["directions"].least == "each"
+            for name, found in reply.parts["directions"].tensors.items():
+                X = inputs_of(method, server, task, client)[name]
+                if name == "features":
+                    earlier = [U.numpy() for U in server.knowledge["tip"]["bases"][:task]]
+                    basis, share = np.concatenate([np.zeros((24, 0)), *earlier], axis=1), 0.4
+                else:
+                    basis, share = known[name], 0.5 + 0.1 * task
+                U, sigma, _ = np.linalg.svd(X - basis @ (basis.T @ X), full_matrices=False)
+                rank = mass_rank(sigma, share)
+                assert found.shape[1] == rank
+                assert_allclose(projector(found), projector(U[:, :rank]), atol=1e-4)
+                squares = reply.parts["spectra"].tensors[name]
+                assert_allclose(squares[: len(sigma)].sqrt(), sigma, atol=1e-4 * sigma[0])
+                assert not squares[len(sigma) :].any()
+
+
+def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, after_each_task: Callable) -> None:
+    """Proposition 1: span [Phi, U_1, ..., U_K], by NumPy's rank and projector."""
+    method = method_of(Recording, *MLP, threshold=0.4)
+    servers = after_each_task(method)
+    for name in servers[0].knowledge["bases"]:
+        sent: list[np.ndarray] = []
+        for task, server in enumerate(servers):
+            sent += [r.parts["directions"].tensors[name].numpy() for r, _ in method.those("bases", task).values()]
+            U, sigma, _ = np.linalg.svd(np.concatenate(sent, axis=1))
+            rank = int((sigma > 1e-5).sum())
+            basis = server.knowledge["bases"][name]
+            assert basis.shape[1] == rank == server.knowledge["ranks"][name][task]
+            squares = [r.parts["spectra"].tensors[name] for r, _ in method.those("bases", task).values()]
+            assert_allclose(server.knowledge["spectra"][name].square(), sum(squares), rtol=1e-4, atol=1e-6)
+            assert_allclose(projector(basis), projector(U[:, :rank]), atol=1e-4)
+    assert any(basis.shape[1] < basis.shape[0] for basis in servers[-1].knowledge["bases"].values())
+    first = servers[0].knowledge["bases"]
+    assert all(torch.equal(servers[1].knowledge["bases"][name][:, : b.shape[1]], b) for name, b in first.items())
+
+
+class Backwards(FedProTIP):
+    """Takes in the clients' bases in the other order."""
+
+    def _found(self, replies: Replies) -> Iterator[Bases]:
+        yield from reversed(list(super()._found(replies)))
+
+
+def test_the_union_does_not_depend_on_the_order_of_clients(method_of: Callable, federate: Callable) -> None:
+    one, other = (federate(method_of(kind, *MLP, threshold=0.4)).knowledge for kind in (FedProTIP, Backwards))
+    for name, basis in one["bases"].items():
+        assert basis.shape == other["bases"][name].shape
+        assert_allclose(projector(basis), projector(other["bases"][name]), atol=1e-4)
+    for mine, theirs in zip(one["tip"]["bases"], other["tip"]["bases"], strict=True):
+        assert mine.shape == theirs.shape
+
+
+def test_the_sequential_variant_is_no_larger_and_asks_one_client_at_a_time(
+    method_of: Callable, federate: Callable
+) -> None:
+    """Each client needs fewer directions where earlier ones have covered its inputs."""
+    release = {"rank_rule": "total-energy", "threshold": 0.9}
+    union, one_by_one = (method_of(Recording, *MLP, **release, union=kind) for kind in ("union", "sequential"))
+    ranks = [federate(method, 1).knowledge["ranks"] for method in (union, one_by_one)]
+    assert all(ranks[1][name][0] <= ranks[0][name][0] for name in ranks[0])
+    assert any(ranks[1][name][0] < ranks[0][name][0] for name in ranks[0])
+    sent = [m.those("bases", 0)[3][0].parts["directions"].tensors["backbone.fc1"].shape[1] for m in (union, one_by_one)]
+    assert sent[1] < sent[0]  # the last client sees what the others have covered
+    columns = federate(method_of(FedProTIP, *MLP, **release, union="sequential"), 1).knowledge["columns"]
+    assert columns["backbone.fc1"] == [32, 32]  # four clients with eight images each
+
+
+def test_the_sequential_bases_cover_every_client_up_to_the_threshold(method_of: Callable, federate: Callable) -> None:
+    """GPM's criterion for the last client, on the final basis."""
+    method = method_of(FedProTIP, *MLP, rank_rule="total-energy", threshold=0.9, union="sequential", tip=False)
+    server = federate(method, 1)
+    for client in range(4):
+        for name, X in inputs_of(method, server, 0, client).items():
+            if name != "features":
+                inside = projector(server.knowledge["bases"][name]) @ X
+                assert (inside**2).sum() >= 0.9 * (X**2).sum() * (1 - 1e-6)
+
+
+def test_sketches_as_wide_as_the_layer_span_the_union(method_of: Callable, federate: Callable) -> None:
+    """eq. 40, and what the server may see of it: sums only."""
+    methods = [method_of(Recording, *MLP, threshold=0.4, exchange=kind) for kind in ("bases", "sketch")]
+    one, other = (federate(method, 1).knowledge for method in methods)
+    for name, basis in one["bases"].items():
+        assert basis.shape == other["bases"][name].shape
+        assert_allclose(projector(basis), projector(other["bases"][name]), atol=2e-3)
+    for client, (reply, _) in methods[1].those("bases", 0).items():
+        part = reply.parts["directions"]
+        assert (part.kind, part.least) == ("sketch", "sum")
+        for name, sketch in part.tensors.items():
+            U = methods[0].those("bases", 0)[client][0].parts["directions"].tensors[name].numpy()
+            assert sketch.shape == (len(U), len(U))
+            assert_allclose(sketch.numpy() - projector(U) @ sketch.numpy(), 0, atol=1e-4 * float(sketch.norm()))
+
+
+def test_a_sketch_has_the_law_of_eq_40(method_of: Callable, client_of: Callable) -> None:
+    """E[B B^T] = s U diag(sigma^2) U^T: over many clients, that is over many independent G."""
+    method = method_of(FedProTIP, exchange="sketch", threshold=1.0, sketch_width=5)
+    X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    seen, basis = LayerInputs(6, 4, 4, columns=X), {"layer": torch.zeros(6, 0)}
+    total = torch.zeros(6, 6, dtype=torch.float64)
+    for round in range(2000):
+        client = client_of(method, 0, round=round)
+        B = method.core_bases(client, {"layer": seen}, basis)["directions"].tensors["layer"].double()
+        assert B.shape == (6, 5)
+        total += B @ B.T / (5 * 2000)
+    expected = (X @ X.T).double()
+    assert_allclose(total, expected, atol=0.05 * float(expected.diagonal().max()))
+
+
+def test_a_narrow_sketch_bounds_what_a_task_adds(method_of: Callable, federate: Callable) -> None:
+    ranks = federate(method_of(FedProTIP, *MLP, exchange="sketch", sketch_width=3)).knowledge["ranks"]
+    assert all(of_layer == [3, 6] for of_layer in ranks.values())
+
+
+def test_sketches_cannot_be_asked_for_one_by_one(method_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"methods\.fedprotip\.union: sequential"):
+        method_of(FedProTIP, exchange="sketch", union="sequential")
+
+
+@pytest.mark.parametrize("rule", ["residual-mass", "total-energy"])
+def test_what_is_known_already_adds_nothing(rule: str, method_of: Callable, client_of: Callable) -> None:
+    """The residual is rounding: no share of it is worth a direction. Few columns are kept, of many a Gram matrix."""
+    method = method_of(FedProTIP, rank_rule=rule, threshold=1.0)
+    random = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(40, 7, generator=random)).Q
+    for n in (3, 60, 300, 5000):
+        seen = LayerInputs(40, n, n)
+        for part in (basis @ torch.randn(7, n, generator=random)).split(1000, dim=1):
+            seen.add(part)
+        parts = method.core_bases(client_of(method, 0), {"layer": seen.finish()}, {"layer": basis})
+        assert parts["directions"].tensors["layer"].shape == (40, 0)
+
+
+def test_global_projection_takes_the_span_out_of_the_mean_only(
+    method_of: Callable, client_of: Callable, after_each_task: Callable
+) -> None:
+    method = method_of(FedProTIP, *MLP, threshold=0.4, projection="global")
+    first, second = after_each_task(method)
+    during = method.start_task(first, 1)
+    assert set(method.payload(during)) == {"weights"}
+    update = method.train(client_of(method, 0, 1), method.payload(during))[0].parts["update"].tensors
+    for name, basis in first.knowledge["bases"].items():
+        change = second.weights[f"{name}.weight"] - first.weights[f"{name}.weight"]
+        assert float((change @ basis).norm()) < 1e-5 * float(first.weights[f"{name}.weight"].norm())
+        assert float((update[f"{name}.weight"] @ basis).norm()) > 1e-2 * float(update[f"{name}.weight"].norm())
+
+
+def test_bases_are_downloaded_with_the_weights(method_of: Callable, federate: Callable) -> None:
+    method = method_of(FedProTIP, *MLP, threshold=0.4)
+    assert set(method.payload(method.start_task(method.setup(), 0))) == {"weights"}
+    server = method.start_task(federate(method, 1), 1)
+    payload = method.payload(server)
+    sent = {name for part in ("bases", "complements") if part in payload for name in payload[part].tensors}
+    assert sent == set(server.knowledge["bases"])
+    assert all(payload[part].once for part in ("bases", "complements") if part in payload)
+
+
+# Task identity prediction.
+
+
+def reference_of(X: np.ndarray, bases: list[Tensor]) -> list[float]:
+    """eq. 10 with the features at hand: root mean square length of their projections."""
+    return [float(np.sqrt(((U.double().numpy().T @ X) ** 2).sum() / X.shape[1])) for U in bases]
+
+
+@pytest.mark.parametrize("later", ["moments", "zero"])
+def test_references_are_those_of_the_features_themselves(
+    later: str, method_of: Callable, after_each_task: Callable, splits_of: Callable
+) -> None:
+    """Clients that miss tasks, one with a single sample: each task's features at its end, on the final bases."""
+    splits = splits_of(tasks=3, train=MISSING)
+    method = method_of(Recording, *MLP, splits=splits, tip_later=later, tip_rank=4)
+    servers = after_each_task(method)
+    router = method.router(servers[-1])
+    clients = servers[-1].knowledge["tip"]["clients"]
+    assert clients == [0, 1, 2, 3]
+    for client in clients:
+        for task, server in enumerate(servers):
+            known = (task, client) in MISSING
+            assert router.known[client, task].item() is known
+            expected = np.zeros(3)
+            if known:
+                X = inputs_of(method, server, task, client)["features"]
+                expected = np.array(reference_of(X, list(router.bases)))
+                if later == "zero":
+                    expected[task + 1 :] = 0
+            assert_allclose(router.references[client, task], expected, atol=1e-4)
+    kept = {client: memory for client, (_, memory) in method.those("references", 2).items()}
+    if later == "zero":
+        assert set(kept) == {1, 2, 3}  # only those that have the task's images are asked
+        assert not any(kept.values())
+    else:
+        assert {c: set(m["moments"]) for c, m in kept.items()} == {
+            c: {str(t) for t, client in MISSING if client == c} for c in range(4)
+        }
+        assert all(
+            M.shape == (24, 24) and M.dtype == torch.float32 for m in kept.values() for M in m["moments"].values()
+        )
+
+
+def test_a_tasks_basis_is_new_and_limited(method_of: Callable, federate: Callable, splits_of: Callable) -> None:
+    for rank in (1, 3, None):
+        bases = federate(method_of(FedProTIP, *MLP, splits=splits_of(tasks=3), tip_rank=rank)).knowledge["tip"]["bases"]
+        together = torch.cat(bases, dim=1).double()
+        assert_allclose(together.T @ together, np.eye(together.shape[1]), atol=1e-5)
+        if rank is not None:
+            assert [U.shape for U in bases] == [(24, rank)] * 3
+
+
+def test_what_most_clients_share_stands_for_a_task(method_of: Callable) -> None:
+    """Of three clients that found e1, e1 and e2, e1 and e3 (and what is known already): e1 first."""
+    method = method_of(FedProTIP, tip_rank=1)
+    e = torch.eye(6)
+    known = e[:, 5:]
+    found = [e[:, [1]], e[:, [2, 1]], e[:, [3, 5, 1]]]
+    assert_allclose(method._task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
+
+
+def test_the_mean_reference_is_the_mean_over_those_that_know_the_task(
+    method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    splits = splits_of(tasks=3, train=MISSING)
+    methods = [method_of(Recording, *MLP, splits=splits, tip_reference=kind) for kind in ("each", "mean")]
+    each, mean = (method.router(federate(method)) for method in methods)
+    assert each is not None
+    assert mean is not None
+    assert mean.references.shape == (1, 3, 3)
+    assert mean.known.all()
+    for task in range(3):
+        assert_allclose(mean.references[0, task], each.references[each.known[:, task], task].mean(0), atol=1e-5)
+    replies = [reply for reply, _ in methods[1].those("references", 2).values()]
+    assert {part.least for reply in replies for part in reply.parts.values()} == {"sum"}
+
+
+def test_voters_are_a_fixed_part_of_those_that_took_part(
+    method_of: Callable, after_each_task: Callable, splits_of: Callable
+) -> None:
+    splits = splits_of(tasks=3, train=MISSING)
+    method = method_of(Recording, *MLP, splits=splits, tip_voters=2)
+    tips = [server.knowledge["tip"] for server in after_each_task(method)]
+    assert all(len(tip["clients"]) == 2 for tip in tips)
+    assert set(tips[0]["clients"]) < {0, 1, 3}  # client 2 comes in the second task
+    assert tips[1]["clients"] == tips[2]["clients"] == method.voters(2)
+    everyone = {client for _, client in MISSING}
+    asked = Counter(client for question, client, *_ in method.answers if question == "references")
+    assert set(asked) < everyone
+    kept = {client for _, client, _, _, memory in method.answers if "moments" in memory}
+    assert kept == set(asked)
+    other = method_of(Recording, *MLP, splits=splits, tip_voters=2, seed=3)
+    assert [method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).voters(2) for s in range(5)] != [
+        other.voters(2)
+    ] * 5
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+def test_predictions_carry_the_routers_scores(
+    tasks: int, method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    method = method_of(FedProTIP, *MLP, splits=splits_of(tasks=3))
+    server = federate(method, tasks)
+    rows = method.run.splits.test_rows(0)
+    batch = next(method.run.batches.ordered(rows, 100))
+    prediction = method.predictor(server)(batch.inputs)
+    router, network = method.router(server), method.networks.load(server.spec, server.weights).eval()
+    features = network.backbone(batch.inputs)
+    assert prediction.task_scores.shape == (len(rows), tasks)
+    torch.testing.assert_close(prediction.task_scores, router.sample_scores(features))
+    torch.testing.assert_close(prediction.batch_scores, router.batch_scores(features))
+    torch.testing.assert_close(prediction.logits, network(batch.inputs))
+
+
+def test_without_tip_nothing_of_it_is_asked_or_kept(method_of: Callable, federate: Callable) -> None:
+    """FedProTIP(-t)."""
+    method = method_of(Recording, *MLP, tip=False)
+    server = federate(method)
+    assert "tip" not in server.knowledge
+    assert method.router(server) is None
+    assert {question for question, *_ in method.answers} == {"bases"}
+    assert all("features" not in reply.parts["directions"].tensors for *_, reply, _ in method.answers)
+    batch = next(method.run.batches.ordered(method.run.splits.test_rows(0), 100))
+    assert method.predictor(server)(batch.inputs).task_scores is None
+    with_tip = federate(method_of(FedProTIP, *MLP))
+    assert state.digest(with_tip.weights) == state.digest(server.weights)
+
+
+def test_tip_tells_tasks_of_different_images_apart(
+    method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    method = method_of(FedProTIP, *MLP, "federation.rounds=8", splits=splits_of(tasks=3, test=8), tip_rank=3)
+    predict = method.predictor(federate(method))
+    right = total = 0
+    for task in range(3):
+        batch = next(method.run.batches.ordered(method.run.splits.test_rows(task), 100))
+        scores = predict(batch.inputs)
+        assert int(scores.batch_scores.argmax()) == task
+        right, total = right + int((scores.task_scores.argmax(1) == task).sum()), total + len(batch.labels)
+    assert right > 0.7 * total
+
+
+# The engine.
+
+
+VARIANTS = [
+    pytest.param((), marks=pytest.mark.slow, id="default"),
+    pytest.param(
+        ("rank_rule=total-energy", "union=sequential", "tip_later=zero", "vectors=trained"),
+        marks=pytest.mark.slow,
+        id="release",
+    ),
+    pytest.param(("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"), id="sums"),
+]
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Stops(Listener):
+    """Stops a run after a round of a task."""
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        if (row["task"], row["round"]) == (1, 1):
+            raise StoppedError
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_interruption_and_workers_change_no_bit(
+    variant: tuple[str, ...], experiment_of: Callable, splits_of: Callable, remains: Callable, tmp_path: Path
+) -> None:
+    """With clients that miss tasks, partial participation, momentum and decay."""
+    own = [f"methods.fedprotip.{setting}" for setting in variant]
+    hard = ["optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "federation.clients_per_round=2"]
+    hard += ["federation.checkpoint_seconds=0", "federation.rounds=3", *MLP, *own]
+    splits = splits_of(tasks=3, train=MISSING)
+    plain = experiment_of(*hard, method="fedprotip", splits=splits)
+    plain.run(tmp_path / "plain")
+    with pytest.raises(StoppedError):
+        experiment_of(*hard, method="fedprotip", splits=splits, home=tmp_path / "home", listener=Stops()).run(
+            tmp_path / "again"
+        )
+    workers = ("federation.executor=processes", "federation.workers=2")
+    again = experiment_of(*hard, *workers, method="fedprotip", splits=splits, home=tmp_path / "home")
+    again.run(tmp_path / "again")
+    assert remains(tmp_path / "again") == remains(tmp_path / "plain")
