@@ -11,11 +11,12 @@ from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from fclmodels.errors import Place, UserError, shown
+from fclmodels.explain import describe, explain, suggestion
 from fclmodels.plugins import all_of, find
-from fclmodels.settings import BLOCKS, CHOICES, Params, Settings, describe, explain, suggestion
+from fclmodels.settings import BLOCKS, CHOICES, ExperimentSettings, Params, PresetSettings, Settings
 from fclmodels.written import Keys, Written
 
-__all__ = ["effective", "explain", "flat", "load", "method_settings"]
+__all__ = ["effective", "explain", "flat", "load", "method_settings", "preset_of"]
 
 Scalar = str | int | float | bool | None
 
@@ -25,10 +26,15 @@ _ALONE: dict[str, Any] = {
 _Alone = create_model("_Alone", __base__=Settings, **_ALONE)  # the settings outside of all blocks
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Params:
-    """The settings of a file after overrides `a.b=value`; one error lists all that is wrong, in file order."""
+def load(path: str | Path, overrides: Sequence[str] = (), method: str | None = None) -> Params:
+    """The settings of a file after overrides `a.b=value`; one error lists all that is wrong, in file order.
+
+    For a method, what a preset says under `only` for it stands over the rest of the file, and below the overrides.
+    """
     written = Written(str(path))
     written.read_file(Path(path))
+    if method is not None:
+        written.lift(("preset", "only", method))
     for number, text in enumerate(overrides):
         written.override(number, text)
     check = _Check(written)
@@ -43,6 +49,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Params:
     return params
 
 
+def preset_of(path: Path) -> tuple[PresetSettings, ExperimentSettings]:
+    """What a preset's file says of itself, and what it runs; the rest may need what is not there."""
+    written = Written(str(path))
+    written.read_file(path)
+    check = _Check(written)
+    blocks = check.settings(("preset",), PresetSettings), check.settings(("experiment",), ExperimentSettings)
+    check.done()
+    return blocks
+
+
 def method_settings(params: Params, name: str) -> Any:
     """The settings of one method: what `methods.<name>` says, or its defaults where that is absent."""
     return find("method", name).Settings.model_validate_json(json.dumps(params.methods.get(name, {})), strict=True)
@@ -51,9 +67,11 @@ def method_settings(params: Params, name: str) -> Any:
 def effective(params: Params, method: str) -> dict[str, Any]:
     """All settings that one method's run depends on, as JSON values; written to a file, `load` reads them back.
 
-    Left out: which methods and seeds run besides, and where runs are tracked (an address may hold a password).
+    Left out: which methods and seeds run besides, whose preset it is, and where runs are tracked (an address may
+    hold a password).
     """
-    shared = params.model_dump(mode="json", serialize_as_any=True, exclude={"methods", "experiment", "tracking"})
+    left_out = {"methods", "experiment", "preset", "tracking"}
+    shared = params.model_dump(mode="json", serialize_as_any=True, exclude=left_out)
     return shared | {"methods": {method: method_settings(params, method).model_dump(mode="json")}}
 
 

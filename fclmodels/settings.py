@@ -5,9 +5,6 @@ plugin's own `Settings` class extends it. Reading the file is `params.py`'s work
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,10 +17,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
-
-from fclmodels.errors import UserError
-from fclmodels.plugins import all_of
 
 
 class Settings(BaseModel):
@@ -72,11 +67,17 @@ class BackboneSettings(Settings):
     )
     freeze: tuple[str, ...] = Field((), description="blocks of the backbone that are frozen after the first task")
     weights: Path | None = Field(None, description="state dict (.safetensors or .pth) that the backbone starts from")
+    fresh: tuple[str, ...] = Field((), description="blocks that keep their random start where weights are read")
 
 
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
+    )
+    rounds_scale: PositiveFloat = Field(
+        1.0,
+        le=1,
+        description="shrinks the rounds of every task, to at least 1; what is left of them is in the result",
     )
     clients_per_round: PositiveInt | None = Field(
         None, description="clients sampled each round; none: all that have the task's data"
@@ -132,11 +133,51 @@ class EvaluationSettings(Settings):
     batch_size: PositiveInt = Field(256, le=1_000_000, description="samples an evaluation batch")
 
 
+class MonitorSettings(Settings):
+    """They look on and change no result."""
+
+    used_share: bool = Field(False, description="share of each protected layer's input space in use, after each task")
+    gradients: bool = Field(
+        False,
+        description="an oracle that reads old tasks' train data: gradient adequacy rho, interference beta, and the loss "
+        "increase of old tasks beside its bound (FedProTIP section 5)",
+    )
+    every: PositiveInt = Field(5, description="rounds from one look at gradients to the next within a task")
+
+
 class ExperimentSettings(Settings):
     methods: tuple[str, ...] = Field(
         ("fedavg", "fedprox"), min_length=1, description="methods that dvc repro runs: fcl list methods"
     )
     seeds: tuple[NonNegativeInt, ...] = Field((0, 1), min_length=1, description="seeds of each method")
+
+
+class PaperTable(Settings):
+    """Figures of a paper in percent, a row a method. where: settings, by dotted name, that differ from the preset's."""
+
+    table: str
+    reading: str
+    where: dict[str, str | int | float] = {}
+    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std"], ...]
+    rows: dict[str, tuple[float, ...]]
+
+    @model_validator(mode="after")
+    def _rows_fit_columns(self) -> "PaperTable":
+        for method, row in self.rows.items():
+            if len(row) != len(self.columns):
+                raise ValueError(f"{method} has {len(row)} figures for {len(self.columns)} columns.")
+        return self
+
+
+class PresetSettings(Settings):
+    name: str | None = Field(None, description="name of the preset; none: these settings are nobody's preset")
+    paper: str = Field("", description="the paper whose settings these are")
+    needs: tuple[str, ...] = Field((), description="what has to be there before it can run")
+    note: str = Field("", description="where it differs from the paper")
+    figures: tuple[PaperTable, ...] = Field((), description="the paper's figures: table, reading, where, columns, rows")
+    only: dict[str, dict[Literal["model", "federation", "optimizer", "augment"], dict[str, Any]]] = Field(
+        {}, description="settings that hold for one method only: under its name, as they are written at the top"
+    )
 
 
 class TrackingSettings(Settings):
@@ -155,11 +196,13 @@ class Params(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     augment: AugmentSettings = AugmentSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    monitors: MonitorSettings = MonitorSettings()
     device: Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern="^cuda:[0-9]+$")] = Field(
         "auto", description="where the server and the clients compute; auto takes a GPU where there is one"
     )
     methods: dict[str, Any] = Field(default_factory=dict, description="settings of each method: fcl params METHOD")
     experiment: ExperimentSettings = ExperimentSettings()
+    preset: PresetSettings = PresetSettings()
     tracking: TrackingSettings = TrackingSettings()
 
 
@@ -174,129 +217,3 @@ BLOCKS: dict[str, type[Settings]] = {
     for name, field in Params.model_fields.items()
     if inspect.isclass(field.annotation) and issubclass(field.annotation, Settings)
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, explained."""
-
-    path: str
-    kinds: tuple[str, ...]  # the plugins that have it; empty: all of them, or no plugin's matter
-    type: str
-    default: Any
-    allowed: str  # the end of the sentence "it must be ..."
-    description: str
-
-
-def explain(name: str | None = None) -> list[Setting]:
-    """Every setting, or those of a plugin, a block, or a setting's whole path or last name."""
-    every = [row for block in Params.model_fields for row in _of_block(block)]
-    if name is None:
-        return every
-    if name in all_of("method"):
-        return [row for row in every if row.path.startswith(f"methods.{name}.")]
-    for block, (kind, _) in CHOICES.items():
-        if name in all_of(kind):
-            return [r for r in every if r.path.startswith(f"{block}.") and (not r.kinds or name in r.kinds)]
-    found = [row for row in every if f".{name}." in f".{row.path}."]
-    if not found:
-        names = {part for row in every for part in (row.path, *row.path.split("."), *row.kinds)}
-        near = get_close_matches(name, names, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "fcl params shows them all."
-        raise UserError(f"{name} is neither a setting nor a plugin. {hint}")
-    return found
-
-
-def suggestion(keys: Sequence[str], known: Iterable[str]) -> str:
-    """The end of an error line: the nearest path of the same block, else those of about this name elsewhere."""
-    *block, name = keys
-    leaves = {path: path.rpartition(".")[2] for path in known}
-    beside = {leaf: path for path, leaf in leaves.items() if path == ".".join([*block, leaf])}
-    near = [beside[leaf] for leaf in get_close_matches(name, beside, n=1)]
-    if not near and name in ("kind", "name", "type") and ".".join(block) in CHOICES:
-        near = [beside[CHOICES[block[0]][1]]]
-    if not near:
-        alike = get_close_matches(name, set(leaves.values()), n=3, cutoff=0.8)
-        near = [path for path, leaf in leaves.items() if leaf in alike][:3]
-    return f"Did you mean {' or '.join(near)}?" if near else f"Valid: {', '.join(beside) or 'none here'}."
-
-
-def describe(cls: type[Settings], prefix: str = "", kinds: tuple[str, ...] = ()) -> list[Setting]:
-    """Every setting of a class, as its JSON schema has them."""
-    return [
-        Setting(prefix + key, kinds, _type(s), s.get("default"), _allowed(s), s.get("description", ""))
-        for key, s in cls.model_json_schema()["properties"].items()
-    ]
-
-
-def _of_block(block: str) -> list[Setting]:
-    if block == "methods":
-        return [r for name, m in all_of("method").items() for r in describe(m.Settings, f"methods.{name}.", (name,))]
-    if block not in BLOCKS:
-        return [row for row in describe(Params) if row.path == block]
-    if block not in CHOICES:
-        return describe(BLOCKS[block], f"{block}.")
-    kind, key = CHOICES[block]
-    plugins = all_of(kind)
-    rows: dict[str, Setting] = {}
-    for name, plugin in plugins.items():
-        for row in describe(plugin.Settings, f"{block}."):
-            same = rows.get(repr(row), row)
-            rows[repr(row)] = replace(same, kinds=(*same.kinds, name))
-    every = [replace(row, kinds=()) if len(row.kinds) == len(plugins) else row for row in rows.values()]
-    return [replace(row, allowed=", ".join(plugins)) if row.path == f"{block}.{key}" else row for row in every]
-
-
-TYPES = {  # of JSON schema: short name, noun
-    "integer": ("int", "a whole number"),
-    "number": ("float", "a number"),
-    "boolean": ("bool", "true or false"),
-    "string": ("str", "text"),
-    "null": ("null", "null"),
-    "object": ("dict", "a mapping"),
-}
-LIMITS = {
-    "exclusiveMinimum": "greater than",
-    "minimum": "at least",
-    "exclusiveMaximum": "less than",
-    "maximum": "at most",
-}
-
-
-def _type(schema: dict[str, Any]) -> str:
-    match schema:
-        case {"anyOf": branches}:
-            return " | ".join(dict.fromkeys(map(_type, branches)))
-        case {"type": "array"}:
-            return f"list[{' | '.join(dict.fromkeys(map(_type, _items(schema))))}]"
-        case {"format": "path"}:
-            return "path"
-        case {"type": kind}:
-            return TYPES[kind][0]
-    return "any"
-
-
-def _allowed(schema: dict[str, Any]) -> str:
-    match schema:
-        case {"anyOf": branches}:
-            return ", or ".join(map(_allowed, branches))
-        case {"enum": values}:
-            return f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
-        case {"const": value}:
-            return str(value)
-        case {"pattern": pattern}:
-            return f"text of the form {pattern.strip('^$')}"
-        case {"type": "array"}:
-            fewest = f" of at least {schema['minItems']}" if "minItems" in schema else ""
-            length = f" of {schema['minItems']}" if "prefixItems" in schema else fewest
-            return f"a list{length}, each item {' or '.join(dict.fromkeys(map(_allowed, _items(schema))))}"
-        case {"format": "path"}:
-            return "a path"
-        case {"type": kind}:
-            limits = [f"{words} {schema[limit]:g}" for limit, words in LIMITS.items() if limit in schema]
-            return " ".join([TYPES[kind][1], " and ".join(limits)]).strip()
-    return "any value"
-
-
-def _items(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return schema.get("prefixItems", [schema.get("items", {})])

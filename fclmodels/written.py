@@ -5,7 +5,7 @@ sees the same values: `no` is a word and 1e-3 is a number.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,21 @@ class Written:
             raise UserError(
                 f"--set {ascii(text)[1:-1]}: write a setting and its value, as in --set federation.rounds=3."
             )
+        block = self.room(keys, place)
+        block[keys[-1]] = self.parse(value, keys, lambda line: place)
+
+    def lift(self, keys: Keys) -> None:
+        """What is written in the block of these keys goes over what is written at the top under the same names."""
+        block: Any = self.values
+        for key in keys:
+            block = block.get(key) if isinstance(block, dict) else None
+        for path, value in _leaves(block) if isinstance(block, dict) else ():
+            place = self.place(keys + path)
+            self.room(path, place)[path[-1]] = value
+            self.places[path] = place
+
+    def room(self, keys: Keys, place: Place) -> dict[str, Any]:
+        """The block that a setting is to stand in; the place of an older value is forgotten."""
         block = self.values
         for depth, key in enumerate(keys[:-1], start=1):
             if block.get(key) is None:
@@ -84,7 +99,7 @@ class Written:
             if not isinstance(block, dict):
                 raise UserError(f"{place.text}: {'.'.join(keys[:depth])} is not a block of settings.")
         self.places = {k: p for k, p in self.places.items() if k[: len(keys)] != keys}
-        block[keys[-1]] = self.parse(value, keys, lambda line: place)
+        return block
 
     def parse(self, text: str, keys: Keys, place_of: Callable[[int], Place]) -> Any:
         """The plain values of a YAML text; their places are kept under `keys`."""
@@ -132,6 +147,14 @@ class Written:
                 raise UserError(f"{place_of(line).text}: {'.'.join(path)} is set twice, first at {first.text}.")
             values[name] = self.plain(value, (*keys, name), place_of, line)
         return values
+
+
+def _leaves(block: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):

@@ -136,22 +136,56 @@ def compare(
     json: Json = False,
 ) -> None:
     """Methods side by side: mean and standard deviation over seeds. Writes nothing."""
-    from fclmodels.report import comparison
-
-    table = comparison(runs or _runs(params, overrides)).to_dicts()
+    runs = runs or _runs(params, overrides)
     if json:
-        terminal.show_json(table)
+        from fclmodels.report import comparison
+
+        terminal.show_json(comparison(runs).to_dicts())
+    else:
+        from flows.side_by_side import show_comparison
+
+        show_comparison(runs)
+
+
+@app.command()
+def ledger(runs: Annotated[list[Path], typer.Argument(help="run folders")], json: Json = False) -> None:
+    """What a client sends, receives and keeps in each task, kind by kind, several runs side by side."""
+    from fclmodels.report import traffic
+
+    table = traffic(runs)
+    if json:
+        terminal.show_json(table.to_dicts())
+    else:
+        from flows.side_by_side import show_traffic
+
+        show_traffic(table)
+
+
+@app.command()
+def preset(
+    name: Annotated[str | None, typer.Argument(help="a file of presets/, without .yaml [default: list them]")] = None,
+    scale: Annotated[float, typer.Option(help="share of the rounds, the same as --set federation.rounds_scale=")] = 1.0,
+    methods: Annotated[str | None, typer.Option(metavar="A,B", help="only these [default: the preset's]")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0,1", help="only these [default: the preset's]")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the folder of that name goes")] = Path("tries"),
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's setting, data to report, and show it beside the paper's figures; without a name, list them."""
+    from flows.preset_list import every, file_of, row
+
+    if name is None:
+        blocks = every()
+        if json:
+            terminal.show_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
+        else:
+            terminal.show([row(p, e.methods) for p, e in blocks], as_json=False)
         return
-    shown = {"acc": "accuracy", "learning_acc": "right after", "ft": "forgetting"}
-    for reading in dict.fromkeys(row["reading"] for row in table):
-        rows = [
-            {"method": row["method"], "seeds": row["seeds"]}
-            | {title: terminal.percent(row[name], row[f"{name}_std"]) for name, title in shown.items()}
-            | {"sent up": terminal.size(row["bytes_up"]), "seconds": f"{row['seconds']:.1f}"}
-            for row in table
-            if row["reading"] == reading
-        ]
-        terminal.show(rows, as_json=False, title=f"{reading.replace('_', '-')}, in %")
+    lists = [f"experiment.{key}=[{text}]" for key, text in (("methods", methods), ("seeds", seeds)) if text]
+    overrides = [f"federation.rounds_scale={scale}", *lists, *overrides]
+    runs = _start("preset", "preset", file_of(name), overrides, name=name, out=out / name, quiet=quiet)
+    compare(runs, json=json)
 
 
 @app.command()
@@ -230,7 +264,7 @@ def _start(module: str, flow: str, params: Path, overrides: list[str], **argumen
     """A flow on these settings, which are read here once so that a mistake in them is told at once."""
     from fclmodels.params import load
 
-    load(params, overrides)
+    load(params, overrides, arguments.get("method"))
     from flows.launch import start
 
     return start(f"flows.{module}", flow, params=params, overrides=overrides, **arguments)

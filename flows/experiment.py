@@ -36,7 +36,7 @@ def experiment(
 ) -> dict[str, Any]:
     """Train, evaluate, publish the run folder, track; what was done before is not done again."""
     refuse_foreign(out)
-    settings = load(params, overrides)
+    settings = load(params, overrides, method)
     folder = splits_for(settings, HOME, lambda text: tell(text, quiet))
     with (
         Experiment(settings, method, seed, Splits.open(folder), HOME) as run,
@@ -68,6 +68,7 @@ def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome
         outcomes += [learned, concluded, evaluated]
         summary = so_far(run.store, outcomes, task + 1)
         watcher.task_learned(task, summary, again)
-        tracking.task_learned(task + 1, run.store.get_table(learned["objects"]["rounds"]), summary)
+        rounds = run.store.get_table(learned["objects"]["rounds"])
+        tracking.task_learned(task + 1, rounds, summary, run.monitored(outcomes))
         update_progress_artifact(progress, 100.0 * (task + 1) / run.tasks)
     return outcomes

@@ -4,17 +4,24 @@ Nothing here trains or tracks; what goes in is `runs/<method>-<seed>/`, what com
 """
 
 from fclmodels.report.html import page, write_page
-from fclmodels.report.runs import Run, read_run, read_runs
-from fclmodels.report.tables import accuracy_cells, accuracy_curves, bytes_by_task, comparison
+from fclmodels.report.presets import published, shrunk
+from fclmodels.report.runs import Run, grouped, read_run, read_runs
+from fclmodels.report.tables import accuracy_cells, accuracy_curves, bytes_by_task, compare, comparison
+from fclmodels.report.traffic import traffic
 
 __all__ = [
     "Run",
     "accuracy_cells",
     "accuracy_curves",
     "bytes_by_task",
+    "compare",
     "comparison",
+    "grouped",
     "page",
+    "published",
     "read_run",
     "read_runs",
+    "shrunk",
+    "traffic",
     "write_page",
 ]

@@ -9,8 +9,10 @@ import numpy as np
 import polars as pl
 
 from fclmodels.metrics import accuracy_curve
-from fclmodels.report import words
+from fclmodels.report import presets, words
 from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
+from fclmodels.report.matrices import accuracy_matrix, confusions
+from fclmodels.report.monitors import monitors
 from fclmodels.report.runs import Group, Run, grouped, read_runs
 from fclmodels.report.tables import COSTS, compare, ledger, readings, spread
 
@@ -39,13 +41,18 @@ def page(folders: Sequence[Path | str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"percent": percent, "size": size, "duration": duration}
+    environment.globals |= {"percent": percent, "number": number, "size": size, "duration": duration}
     return environment.get_template("page.html.j2").render(_content(grouped(read_runs(folders))))
 
 
 def percent(share: float) -> str:
     """Percent with one decimal and a real minus sign."""
     return f"{round(100 * share, 1) + 0.0:.1f}".replace("-", "−")
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point up to a million, and a real minus sign."""
+    return (f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}").replace("-", "−")
 
 
 def size(count: float) -> str:
@@ -77,7 +84,9 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "notes": _notes(groups),
         "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
         "curves": [_curve(groups, reading) for reading in readings(groups)],
-        "matrices": [[_matrix(group, reading) for reading in readings([group])] for group in groups],
+        "matrices": [[accuracy_matrix(group, reading) for reading in readings([group])] for group in groups],
+        "confusions": confusions(groups),
+        "monitors": monitors(groups),
         "dense": DENSE,
         "costs": _costs(groups),
         "stages": _stages(groups),
@@ -121,7 +130,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     changed = [name for name in names if len({str(of.get(name)) for of in versions}) > 1]
     if changed:
         notes.append(f"The runs were made with different versions of {', '.join(changed)}.")
-    return notes
+    return notes + presets.shrunk(groups) + presets.in_words(groups)
 
 
 def _table(comparison: pl.DataFrame, groups: Sequence[Group], reading: str) -> dict[str, Any]:
@@ -174,22 +183,6 @@ def _loss(index: int, group: Group) -> Series:
     points = of_run.group_by("step").agg(pl.mean("round"), pl.mean("loss"), pl.std("loss").alias("std"))
     points = points.sort("step").fill_nan(None)
     return Series(index, group.label, points["round"].to_list(), points["loss"].to_list(), points["std"].to_list())
-
-
-def _matrix(group: Group, reading: str) -> dict[str, Any]:
-    """Mean accuracy and spread over seeds in each cell; rows (tasks learned) that were not measured are left out."""
-    stack = np.stack([run.matrices[reading] for run in group.runs if reading in run.matrices])
-    rows = [
-        (t, [_cell(stack[:, t, task]) for task in range(stack.shape[2])])
-        for t in range(stack.shape[1])
-        if not np.isnan(stack[:, t]).all()
-    ]
-    return {"title": words.reading(reading).title, "seeds": len(stack), "tasks": stack.shape[2], "rows": rows}
-
-
-def _cell(accuracies: np.ndarray) -> dict[str, float | None]:
-    mean, std = spread([None if np.isnan(value) else float(value) for value in accuracies])
-    return {"mean": mean, "std": std}
 
 
 def _costs(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Va
 from fclmodels.errors import UserError
 from fclmodels.metrics import matrix
 from fclmodels.params import flat
+from fclmodels.settings import PresetSettings
 
 FORMAT = 1
 REFERENCES = ("joint", "single-task")  # upper references, not federated methods: never marked as the best
@@ -31,11 +32,25 @@ TABLES = {
             "total": pl.Int64,
         }
     ),
+    "confusion": pl.Schema(
+        {"reading": pl.String, "after": pl.Int16, "task": pl.Int16, "predicted": pl.Int16, "count": pl.Int64}
+    ),
+    "monitors": pl.Schema(
+        {
+            "monitor": pl.String,
+            "task": pl.Int16,
+            "round": pl.Int32,
+            "about": pl.Int16,
+            "layer": pl.String,
+            "value": pl.Float64,
+        }
+    ),
     "rounds": pl.Schema({"step": pl.Int32, "loss": pl.Float64}),
     "ledger": pl.Schema(
         {
             "task": pl.Int16,
             "round": pl.Int32,
+            "client": pl.Int32,
             "direction": pl.String,
             "part": pl.String,
             "kind": pl.String,
@@ -45,8 +60,10 @@ TABLES = {
     ),
 }
 
+OPTIONAL = ("confusion", "monitors")  # tables of methods that predict tasks, and of monitors that were on
+
 # Settings that say how a run was made, not what it computes: they do not tell experiments apart.
-NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds")
+NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds", "monitors.")
 
 
 class Result(BaseModel):
@@ -67,6 +84,8 @@ class Result(BaseModel):
     bytes_down: NonNegativeInt
     bytes_kept: NonNegativeInt | None = None
     command: str | None = None
+    preset: PresetSettings | None = None
+    scaled: dict[str, list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,8 @@ class Run:
     folder: Path
     result: Result
     accuracy: pl.DataFrame
+    confusion: pl.DataFrame
+    monitors: pl.DataFrame
     rounds: pl.DataFrame
     ledger: pl.DataFrame
 
@@ -124,10 +145,11 @@ def read_runs(folders: Sequence[Path | str]) -> tuple[Run, ...]:
 
 def read_run(folder: Path) -> Run:
     """One run folder, checked as far as a comparison needs it."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder. Give folders that fcl run made, such as runs/fedavg-0.")
-    run = Run(folder, _result(folder / "result.json"), **{name: _table(folder, name) for name in TABLES})
+    refuse_missing(folder)
+    run = Run(folder, _result(folder / "result.json"), **{name: read_table(folder, name) for name in TABLES})
     _check_accuracy(run)
+    _check_confusion(run)
+    _check_monitors(run)
     return run
 
 
@@ -176,6 +198,11 @@ def _difference(same: list[Run], siblings: list[list[Run]]) -> str:
     return ", ".join(f"{short[name]}={own.get(name, 'none')}" for name in names)
 
 
+def refuse_missing(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder. Give folders that fcl run made, such as runs/fedavg-0.")
+
+
 def _result(path: Path) -> Result:
     if not path.is_file():
         raise UserError(f"{path.parent}: no result.json, so no finished run. Finish it with fcl run, or leave it out.")
@@ -194,8 +221,11 @@ def _result(path: Path) -> Result:
         raise UserError(f"{path}: {where}: {first['msg'].lower()}. {_remake(path.parent)}") from error
 
 
-def _table(folder: Path, name: str) -> pl.DataFrame:
+def read_table(folder: Path, name: str) -> pl.DataFrame:
+    """One of TABLES as a run folder has it."""
     path = folder / f"{name}.parquet"
+    if name in OPTIONAL and not path.exists():
+        return pl.DataFrame(schema=TABLES[name])
     if not path.is_file():
         raise UserError(f"{folder}: no {path.name}. {_remake(folder)}")
     try:
@@ -216,6 +246,26 @@ def _check_accuracy(run: Run) -> None:
     missing = sorted(set(run.result.metrics) - set(table["reading"]))
     if missing:
         raise UserError(f"{path}: no rows for {', '.join(missing)}, which result.json has. {_remake(run.folder)}")
+
+
+def _check_confusion(run: Run) -> None:
+    """Counts of learned tasks that were taken for learned tasks."""
+    path, table = run.folder / "confusion.parquet", run.confusion
+    learned = [pl.col(name).is_between(0, pl.col("after") - 1) for name in ("task", "predicted")]
+    sound = pl.all_horizontal(*learned, pl.col("after") <= run.tasks, pl.col("count") >= 0)
+    if not table.select(sound.fill_null(False).all()).item():
+        raise UserError(f"{path}: has impossible counts. {_remake(run.folder)}")
+    if table.select("reading", "after", "task", "predicted").is_duplicated().any():
+        raise UserError(f"{path}: counts the same thing twice. {_remake(run.folder)}")
+
+
+def _check_monitors(run: Run) -> None:
+    """Finite values of tasks that the run has."""
+    tasks = [pl.col(name).is_between(0, run.tasks - 1).fill_null(name == "about") for name in ("task", "about")]
+    sound = pl.all_horizontal(*tasks, pl.col("value").is_finite().fill_null(False))
+    if not run.monitors.select(sound.all()).item():
+        path = run.folder / "monitors.parquet"
+        raise UserError(f"{path}: has impossible values. {_remake(run.folder)}")
 
 
 def _remake(folder: Path) -> str:

@@ -9,10 +9,10 @@ from statistics import fmean, stdev
 
 import polars as pl
 
-from fclmodels.metrics import OF_CLIENTS, OF_MATRIX, READINGS, accuracy_curve
+from fclmodels.metrics import OF_CLIENTS, OF_CONFUSION, OF_MATRIX, accuracy_curve, in_order
 from fclmodels.report.runs import Group, Run, grouped, read_runs
 
-METRICS = (*OF_MATRIX, *OF_CLIENTS)
+METRICS = (*OF_MATRIX, *OF_CLIENTS, *OF_CONFUSION)
 COSTS = ("bytes_up", "bytes_down", "bytes_kept", "seconds")
 
 
@@ -94,8 +94,7 @@ def ledger(group: Group) -> pl.DataFrame:
 
 def readings(groups: Iterable[Group]) -> list[str]:
     """Every reading that some run has, in the usual order, unknown ones last."""
-    present = {reading for group in groups for run in group.runs for reading in run.result.metrics}
-    return [r for r in READINGS if r in present] + sorted(present.difference(READINGS))
+    return in_order(reading for group in groups for run in group.runs for reading in run.result.metrics)
 
 
 def spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:

@@ -24,9 +24,17 @@ READINGS = {
         "the task is not given; the method predicts it for each sample, then that task's classes compete. "
         "The same as task-agnostic for a method that predicts none.",
     ),
+    "mixed_batch_task_predicted": Words(
+        "Task predicted, mixed batches",
+        "the same, but one task is predicted for each test batch as a whole, though its samples are of all tasks.",
+    ),
     "paper_task_aware": Words("Task-aware, paper protocol", _BATCH),
     "paper_task_agnostic": Words("Task-agnostic, paper protocol", _BATCH),
-    "paper_task_predicted": Words("Task predicted, paper protocol", _BATCH),
+    "paper_task_predicted": Words(
+        "Task predicted, paper protocol",
+        "test batches hold one task each, as in some papers' code, and where the method can, it predicts one task "
+        "for all of a batch: each sample profits from knowing that the others are of its task.",
+    ),
 }
 
 METRICS = {
@@ -50,6 +58,12 @@ METRICS = {
         "PD",
         "↓",
         "mean accuracy after the first task minus that after the last (PIP). Harder later tasks raise it too.",
+    ),
+    "tip_acc": Metric(
+        "Task prediction",
+        "↑",
+        "mean over tasks of the share of test samples whose task is predicted right after the last task (FedProTIP "
+        "table 14); of samples in every reading, also where a batch is predicted as a whole.",
     ),
     "worst_drop": Metric("Worst drop", "↓", "largest drop of a single task from its best since learned."),
 }

@@ -1,0 +1,93 @@
+"""Bytes of bases and sketches by arithmetic, beside what FedProTIP (Tables 9 and 19) and FOT (Table 5) print.
+
+    python bench/bytes.py
+
+A basis of a layer is d x r numbers of 4 bytes, a sketch d x s, where d is the width of the layer's input. All that is
+needed are the layers of the papers' networks; nothing is trained. The papers' "MB" are MiB (2**20 bytes).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from fclmodels.backbones.capture import layers_of
+from fclmodels.backbones.network import Network, build
+from fclmodels.backbones.spec import ModelSpec
+
+MIB = 2**20
+SHAPE = (3, 32, 32)
+FROZEN = ("conv1", "layer1", "layer2")  # after the first task, in FedProTIP's ResNet-18
+SAMPLED = 512  # m_s, columns that are sampled of a layer's input
+MAPPING = 2048 * 512 + 512  # a linear layer of FedProTIP's released network that only another method uses
+
+
+class Line(NamedTuple):
+    what: str
+    formula: str
+    numbers: float  # of 4 bytes
+    paper: float | None
+
+    @property
+    def mib(self) -> float:
+        return 4 * self.numbers / MIB
+
+
+def network(**settings: object) -> Network:
+    """A network with one head of ten classes."""
+    return build(ModelSpec(settings, SHAPE, "growing", (tuple(range(10)),)), torch.Generator())
+
+
+def widths(of: Network, frozen: Iterable[str] = ()) -> list[int]:
+    """d of each layer of the backbone that is not frozen."""
+    blocks = tuple(f"backbone.{block}." for block in frozen)
+    return [
+        layer.width
+        for name, layer in layers_of(of, SHAPE).items()
+        if name.startswith("backbone.") and not f"{name}.".startswith(blocks)
+    ]
+
+
+def parameters(of: Network) -> int:
+    return sum(parameter.numel() for parameter in of.parameters())
+
+
+def fedprotip() -> Iterator[Line]:
+    """ResNet-18 with a 3x3 stem, its last map averaged over 2x2 fields: 2048 features."""
+    resnet = network(backbone="resnet18", stem="cifar", grid=2)
+    features = [resnet.backbone.features]
+    every, free = widths(resnet), widths(resnet, FROZEN)
+    yield Line("Table 9, Model, task 1", "parameters", parameters(resnet), 46.686)
+    yield Line("", "and a Linear(2048, 512)", parameters(resnet) + MAPPING, 46.686)
+    yield Line("Table 9, Model, each further task", "2048 x 10 + 10", 2048 * 10 + 10, 0.078)
+    yield Line("Table 9, Act: FOT's sketches", "sum d x 5d, layers 3 and 4", sum(5 * d * d for d in free), 48)
+    yield Line("", "sum d x 512, layers 3 and 4", sum(d * SAMPLED for d in free), 48)
+    for s, paper in ((None, 366.9), (128, 16.1), (64, 8.1)):
+        sketch = sum(d * (s or d) for d in every + features)
+        yield Line(f"Table 19, s = {s or 'd'}", f"sum d x {s or 'd'}, all layers and features", sketch, paper)
+    yield Line("the same, s = 128", "sum d x 128, layers 3 and 4 and features", 128 * sum(free + features), None)
+    most = sum(d * min(d, SAMPLED) for d in free + features)
+    yield Line("Table 9, Base: the most it can be", "sum d x min(d, 512), layers 3 and 4 and features", most, None)
+
+
+def fot() -> Iterator[Line]:
+    """The networks of FOT F.3."""
+    alexnet = network(backbone="alexnet")
+    resnet = network(backbone="resnet18", stem="cifar", stem_stride=2, width=32, norm="batch-no-stats", grid=1)
+    for name, of, model, sketch in (("AlexNet", alexnet, 1.42, 0.24), ("ResNet-18, width 32", resnet, 2.56, 0.64)):
+        yield Line(f"FOT Table 5, {name}, model", "parameters", parameters(of), model)
+        yield Line(f"FOT Table 5, {name}, A", "sum d x 5d", sum(5 * d * d for d in widths(of)), sketch)
+
+
+def main() -> None:
+    print("| what | formula | MiB | paper, MB | equal |\n|---|---|---|---|---|")
+    for line in (*fedprotip(), *fot()):
+        digits = len(f"{line.paper:g}".partition(".")[2]) if line.paper is not None else 0
+        equal = "" if line.paper is None else "yes" if round(line.mib, digits) == line.paper else "no"
+        print(
+            f"| {line.what} | {line.formula} | {line.mib:.3f} | {'' if line.paper is None else line.paper} | {equal} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

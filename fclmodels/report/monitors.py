@@ -1,0 +1,97 @@
+"""What monitors saw (federation/monitors.py), for the page: means over seeds, of the runs that had them on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from fclmodels.report.charts import Chart, Series, line_chart
+from fclmodels.report.matrices import cells
+from fclmodels.report.runs import Group, Run
+from fclmodels.report.tables import spread
+
+PERCENT = (0, 20, 40, 60, 80, 100)
+# Settings of the training that Theorem 2 is about, as their text; others are named beside its bound.
+COVERED = {
+    "optimizer.kind": ("sgd",),
+    "optimizer.momentum": ("0.0", "0"),
+    "optimizer.weight_decay": ("0.0", "0"),
+    "federation.clients_per_round": ("null",),
+    "model.dropout": ("[0.0, 0.0]", "[0, 0]"),
+    "augment.crop_padding": ("0",),
+    "augment.flip": ("false",),
+    "augment.brightness": ("0.0", "0"),
+    "augment.resize_crop": ("null",),
+}
+
+
+def monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
+    """Charts and tables, or None where no run had a monitor on."""
+    if all(run.monitors.is_empty() for group in groups for run in group.runs):
+        return None
+    layers = pl.concat([run.monitors["layer"] for group in groups for run in group.runs])
+    shares = [_chart(groups, "used_share", layer) for layer in layers.drop_nulls().unique(maintain_order=True)]
+    return {
+        "used": [_chart(groups, "used_share", None), *shares] if shares else [],
+        "gradients": [chart for name in ("rho", "beta") if (chart := _chart(groups, name, None)).curves],
+        "bounds": [(index, _bounds(group)) for index, group in enumerate(groups) if _runs(group, "theorem_bound")],
+    }
+
+
+TITLES = {"used_share": "Mean over layers", "rho": "ρ, the task being learned", "beta": "β, mean over earlier tasks"}
+LABELS = {"used_share": "r / d, %", "rho": "energy left, %", "beta": "length left, %"}
+
+
+def _chart(groups: Sequence[Group], monitor: str, layer: str | None) -> Chart:
+    lines = [_line(index, group, monitor, layer) for index, group in enumerate(groups) if _runs(group, monitor)]
+    return line_chart(layer or TITLES[monitor], [line for line in lines if line.x], "task", LABELS[monitor], PERCENT)
+
+
+def _line(index: int, group: Group, monitor: str, layer: str | None) -> Series:
+    """By task, in percent: in each run the mean over rounds, and over the tasks that it is about."""
+    of_runs = [
+        run.filter(pl.col("layer").eq_missing(pl.lit(layer))).group_by("task").agg(pl.col("value").sort().mean())
+        for run in _runs(group, monitor)
+    ]
+    together = pl.concat(of_runs).group_by("task").agg(pl.col("value").sort() * 100).sort("task")
+    values = [spread(values) for values in together["value"].to_list()]
+    tasks = (together["task"] + 1).to_list()
+    return Series(index, group.label, tasks, [mean for mean, _ in values], [std for _, std in values])
+
+
+def _runs(group: Group, monitor: str) -> list[pl.DataFrame]:
+    """The rows of a monitor in each run that has some."""
+    of_runs = [run.monitors.filter(pl.col("monitor") == monitor) for run in group.runs]
+    return [rows for rows in of_runs if not rows.is_empty()]
+
+
+def _bounds(group: Group) -> dict[str, Any]:
+    """beta of each pair of tasks, and how far the loss of each old task had risen at the end, beside its bound."""
+    tasks = group.runs[0].tasks
+    watched = [run.monitors for run in group.runs if "theorem_bound" in run.monitors["monitor"]]
+    betas, rises, bounds = (
+        cells(np.stack([_matrix(table.filter(pl.col("monitor") == name), tasks) for table in watched]))
+        for name in ("beta", "loss_increase", "theorem_bound")
+    )
+    return {
+        "seeds": len(watched),
+        "betas": [(task, row[: task - 1]) for task, row in enumerate(betas, start=1) if task > 1],
+        "rises": list(zip(rises[-1][:-1], bounds[-1][:-1], strict=True)),
+        "uncovered": uncovered(group.runs[0]),
+    }
+
+
+def _matrix(rows: pl.DataFrame, tasks: int) -> np.ndarray:
+    """[task, about]: the mean over rounds, NaN where there is no row."""
+    values = np.full((tasks, tasks), np.nan)
+    means = rows.drop_nulls("about").group_by("task", "about").agg(pl.col("value").sort().mean())
+    for task, about, value in means.iter_rows():
+        values[task, about] = value
+    return values
+
+
+def uncovered(run: Run) -> list[str]:
+    """What of a run's settings lies outside of Theorem 2: plain SGD, all clients, the loss that is differentiated."""
+    said = {name: run.settings.get(name, covered[0]) for name, covered in COVERED.items()}
+    return [f"{name}: {text}" for name, text in said.items() if text not in COVERED[name]]

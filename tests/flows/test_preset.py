@@ -1,0 +1,108 @@
+"""Presets from the command line: listed, run from data to report, and refused in one line."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fclmodels.report import traffic
+
+Fcl = Callable[..., int]
+
+TINY = """
+data: {source: digits}
+stream: {kind: class-incremental, tasks: 2}
+partition: {kind: iid, clients: 3, val: 0}
+model: {backbone: mlp, hidden: 8}
+federation: {rounds: 10, executor: serial}
+device: cpu
+methods: {fedavg: {}, fedprox: {}}
+experiment: {methods: [fedavg, fedprox], seeds: [0]}
+preset:
+  name: tiny
+  paper: "Of Digits"
+  needs: [nothing]
+  only: {fedavg: {federation: {rounds: [20, 10]}}}
+  figures:
+  - {table: Table 7, reading: task_aware, columns: [acc, fgt], rows: {fedavg: [98.76, 5.25], other: [50, 1]}}
+"""
+
+
+@pytest.fixture
+def presets(project: Path) -> Path:
+    folder = project / "presets"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(f"{TINY}tracking: {{uri: 'sqlite:///{project}/mlflow.db'}}\n")
+    return folder
+
+
+def test_presets_are_listed_with_the_figures_of_what_they_run(
+    fcl: Fcl, presets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fcl("preset") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tiny task-aware: fedavg 98.76 / 5.25 (Table 7) nothing" in shown
+    assert fcl("preset", "--json") == 0
+    (preset,) = json.loads(capsys.readouterr().out)
+    assert preset["figures"][0]["rows"] == {"fedavg": [98.76, 5.25], "other": [50.0, 1.0]}
+    assert preset["methods"] == ["fedavg", "fedprox"]
+
+
+def test_a_preset_runs_from_data_to_report_beside_the_papers_figures(
+    fcl: Fcl, presets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fcl("preset", "tiny", "--scale", "0.2", "--seeds", "0,1", "--methods", "fedavg", "-q") == 0
+    out, err = capsys.readouterr()
+    folder = Path("tries/tiny")
+    assert sorted(path.name for path in folder.iterdir()) == ["fedavg-0", "fedavg-1", "report"]
+    results = [json.loads((folder / f"fedavg-{seed}" / "result.json").read_text()) for seed in (0, 1)]
+    assert [result["scaled"] for result in results] == [{"rounds": [4, 2], "of": [20, 10]}] * 2
+    assert [result["preset"]["name"] for result in results] == ["tiny"] * 2
+    row = next(line for line in out.splitlines() if line.startswith("paper: fedavg"))
+    assert re.search(r"98\.8 +– +5\.2", row)
+    assert "fedavg: 6 rounds in place of 30 (federation.rounds_scale)." in err
+    page = (folder / "report" / "index.html").read_text()
+    assert "fedavg: 6 rounds in place of 30" in page
+    assert "tiny, task-aware, in the paper: fedavg, Table 7: ACC 98.76, FGT 5.25." in page
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("preset tini", "tini is not a preset. Did you mean tiny?"),
+        ("preset tiny --scale 0", "federation.rounds_scale is 0.0; it must be greater than 0."),
+        ("preset tiny --methods fedavgg", "fedavgg is not a method. Did you mean fedavg?"),
+        ("preset tiny --set partition.val=2", "partition.val"),
+        ("preset tiny --set data.source=image-folder --set data.folder=none -q", "data.folder: data/raw/none is not"),
+        ("preset tiny --set model.weights=w.pth -q", "tiny: there is no file w.pth (model.weights). It needs nothing."),
+    ],
+)
+def test_a_mistake_is_one_line(
+    fcl: Fcl, presets: Path, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fcl(*command.split()) == 2
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if "was made otherwise" not in line]
+    assert told in line
+    assert out == ""
+
+
+def test_without_presets_it_says_where_they_are(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fcl("preset") == 2
+    assert capsys.readouterr().err == "presets: no presets here. Work in the project's folder, which holds them.\n"
+
+
+def test_the_ledger_of_runs_side_by_side(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ["runs/fedavg-0", "runs/fedprox-0"]
+    for method in ("fedavg", "fedprox"):
+        assert fcl("run", "-m", method, "-q") == 0
+    capsys.readouterr()
+    assert fcl("ledger", *folders, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == traffic([Path(folder) for folder in folders]).to_dicts()
+    assert fcl("ledger", *folders) == 0
+    shown = capsys.readouterr().out
+    weights = 4 * (64 * 8 + 8 + 2 * (8 * 8 + 8) + 5 * (8 + 1))  # mlp of 64-8-8-8 and a head of five classes
+    for folder in folders:
+        assert re.search(rf"down +weights +{folder} +2 +{weights / 1e6:.3f} ", shown)
