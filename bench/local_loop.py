@@ -31,7 +31,7 @@ from fclmodels.federation import malloc
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.executor import Serial
 from fclmodels.federation.processes import Processes
-from fclmodels.federation.rounds import one_round
+from fclmodels.federation.rounds import one_round, open_ledger
 from fclmodels.federation.run import Run
 from fclmodels.listener import Listener
 from fclmodels.state import write_json
@@ -181,9 +181,10 @@ def our_rounds(run: Run, executor_of: Callable, folder: Path) -> Iterator[None]:
     executor = executor_of(method)
     checkpoints = Checkpoints(folder)
     position = Position(method.start_task(method.setup(), 0), {}, 0)
+    ledger = open_ledger(method, checkpoints)
     try:
         while True:
-            position = one_round(method, position, 0, executor, checkpoints, Listener())
+            position = one_round(method, position, 0, executor, checkpoints, ledger, Listener())
             if checkpoints.age >= run.params.federation.checkpoint_seconds:
                 checkpoints.commit(position)
             yield

@@ -11,8 +11,9 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import polars as pl
 import torch
 
 from fclmodels import params as reading
@@ -34,10 +35,14 @@ from fclmodels.settings import Params
 from fclmodels.state import Tree, write_json
 from fclmodels.store import Store
 
+if TYPE_CHECKING:
+    from fclmodels.federation.monitors import Oracle
+
 Stage = Literal["begin", "learn", "conclude", "evaluate"]
 Outcome = dict[str, Any]
 # Server mathematics has one fixed number of threads, whatever the clients have.
 SERVER_THREADS = 1
+MONITORS = "fclmodels.federation.monitors"  # imported only where one is switched on
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,9 @@ class Experiment:
         depends_on = {**self._identity, "threads": self.choice.threads, "stage": stage, "state": state, "task": task}
         if stage == "learn":
             depends_on["rounds"] = self.method.run.rounds(task)
+        monitors = self.params.monitors
+        if watched := {"learn": monitors.gradients and monitors.every, "conclude": monitors.used_share}.get(stage):
+            depends_on["monitors"] = [watched, source_closure(MONITORS)]
         if stage == "evaluate":
             depends_on["evaluation"] = self.params.evaluation.model_dump(mode="json")
             depends_on["code"] = [depends_on["code"], source_closure(evaluation.__name__)]
@@ -144,6 +152,15 @@ class Experiment:
     def publish(self, folder: Path, outcomes: list[Outcome]) -> dict[str, Any]:
         """Write the run folder from what the steps left in the store; returns what result.json says."""
         return run_folder.publish(self, Path(folder), outcomes)
+
+    def monitored(self, outcomes: list[Outcome]) -> pl.DataFrame | None:
+        """What monitors saw in these steps of the first tasks; None where that is nothing."""
+        tables = run_folder.gathered(self.store, outcomes, ("monitors", "rounds"))
+        if "monitors" not in tables or tables["monitors"].is_empty():
+            return None
+        from fclmodels.federation.monitors import with_bounds
+
+        return with_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
 
     def checkpoint_folder(self, step: Step) -> Path:
         return self.home / "checkpoints" / step.key
@@ -158,8 +175,15 @@ class Experiment:
         server, memories = self._state(step)
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
-            position = rounds.learn(self.method, server, memories, step.task, self.executor, checkpoints, self.listener)
+            oracle = self._oracle(step.task, checkpoints)
+            look = oracle.look if oracle else None
+            position = rounds.learn(
+                self.method, server, memories, step.task, self.executor, checkpoints, self.listener, look
+            )
             objects = self._keep(position.server, position.memories)
+            if oracle:
+                oracle.task_learned(position.server)
+                objects["monitors"] = self.store.put_table(oracle.table())
             table = rounds.rounds_table(checkpoints.rounds)
             objects["rounds"] = self.store.put_table(table)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
@@ -178,6 +202,11 @@ class Experiment:
             objects = self._keep(server, cohort.memories)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
             objects["knowledge"] = self.store.put(server.knowledge)
+            if self.params.monitors.used_share:
+                from fclmodels.federation.monitors import used_shares
+
+                shares = used_shares(server.knowledge.get("bases", {}), step.task)
+                objects["monitors"] = self.store.put_table(shares)
             return objects, time.perf_counter() - started
         finally:
             checkpoints.close()
@@ -186,20 +215,31 @@ class Experiment:
         started = time.perf_counter()
         server, memories = self._state(step)
         if self.method.personal and step.task > 0:
-            table = self._evaluated_by_clients(step, server, memories)
+            tables = self._evaluated_by_clients(step, server, memories)
         else:
-            table = evaluation.evaluate(self.method, server)
-        return {"accuracy": self.store.put_table(table)}, time.perf_counter() - started
+            tables = evaluation.evaluate(self.method, server)
+        objects = {"accuracy": self.store.put_table(tables.accuracy)}
+        if not tables.confusion.is_empty():
+            objects["confusion"] = self.store.put_table(tables.confusion)
+        return objects, time.perf_counter() - started
 
-    def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> Any:
+    def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
             everyone = tuple(range(self.splits.clients))
             cohort = Cohort(self.executor, server.task, everyone, memories, Ledger(checkpoints.ledger), checkpoints)
             replies = cohort.ask(EVALUATE, self.method.payload(server))
-            return evaluation.gather({client: tensors["table"] for client, tensors in replies.each("accuracy")})
+            return evaluation.gather(dict(replies.each("tables")))
         finally:
             checkpoints.close()
+
+    def _oracle(self, task: int, checkpoints: Checkpoints) -> "Oracle | None":
+        """It looks on while a task is learned, where `monitors.gradients` is set."""
+        if not self.params.monitors.gradients:
+            return None
+        from fclmodels.federation.monitors import Oracle
+
+        return Oracle(self.method, task, checkpoints.monitors)
 
     @property
     def executor(self) -> Executor:
@@ -231,9 +271,9 @@ class Experiment:
     def _what_all_steps_depend_on(self) -> Tree:
         """Settings (without those that change no result), seed, splits, kind of device, code."""
         settings = reading.effective(self.params, type(self.method).name)
-        for block in ("data", "stream", "partition", "evaluation", "device"):
+        for block in ("data", "stream", "partition", "evaluation", "monitors", "device"):
             del settings[block]
-        for free in ("rounds", "executor", "workers", "threads", "checkpoint_seconds"):
+        for free in ("rounds", "rounds_scale", "executor", "workers", "threads", "checkpoint_seconds"):
             del settings["federation"][free]
         backbone = plugins.find("backbone", self.params.model.backbone)
         weights = self.params.model.weights

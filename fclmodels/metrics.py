@@ -1,12 +1,14 @@
-"""Accuracy and forgetting, each by its paper's own formula, from one long accuracy table.
+"""Accuracy and forgetting, each by its paper's own formula, from one long accuracy table; predicted tasks from another.
 
 The table has a row for each reading, number of tasks learned (`after`), task and client (null: all test
 samples of the task) with the counts `correct` and `total`. All metrics read the matrix that `matrix`
 makes of it: a[t, k] = accuracy on task k after learning t tasks. The docstrings count tasks from 1 as
 the papers do, so task k is column k - 1. What cannot be computed (one task, rows missing) is None.
+
+The table of predicted tasks has the counts of test samples by reading, `after`, their `task` and the `predicted` one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import polars as pl
@@ -15,6 +17,7 @@ READINGS = (
     "task_aware",
     "task_agnostic",
     "task_predicted",
+    "mixed_batch_task_predicted",
     "paper_task_aware",
     "paper_task_agnostic",
     "paper_task_predicted",
@@ -42,6 +45,14 @@ def client_accuracies(table: pl.DataFrame, reading: str) -> np.ndarray:
     by_task = _measured(table, reading).drop_nulls("client").group_by("client", "task").agg(final.alias("final"))
     # sorted, because groups come in any order and a sum of floats depends on it
     return by_task.group_by("client").agg(pl.col("final").sort().mean()).sort("client")["final"].to_numpy()
+
+
+def confusion_matrix(confusion: pl.DataFrame, reading: str, tasks: int) -> np.ndarray:
+    """Test samples of task k that were taken for task j [T, T], after the last of all T tasks."""
+    last = confusion.filter(pl.col("reading") == reading, pl.col("after") == tasks)
+    counts = np.zeros((tasks, tasks), dtype=np.int64)
+    counts[last["task"].to_numpy(), last["predicted"].to_numpy()] = last["count"].to_numpy()
+    return counts
 
 
 def accuracy_curve(a: np.ndarray) -> np.ndarray:
@@ -141,19 +152,43 @@ def worst_client_acc(accuracies: np.ndarray) -> float | None:
     return _smallest(accuracies)
 
 
+def tip_acc(counts: np.ndarray) -> float | None:
+    """Task identity prediction (FedProTIP table 14): mean over tasks of the share of samples [T, T] predicted right.
+
+    Of samples in every reading, also where one prediction is made for a whole batch.
+    """
+    return _mean(np.diagonal(shares_of_rows(counts)))
+
+
 OF_MATRIX: dict[str, Callable[[np.ndarray], float | None]] = {
     metric.__name__: metric for metric in (acc, ft, fgt, bwt, af, pd, avg, learning_acc, forward, worst_drop, worst_acc)
 }
 OF_CLIENTS: dict[str, Callable[[np.ndarray], float | None]] = {
     metric.__name__: metric for metric in (client_acc, worst_client_acc)
 }
+OF_CONFUSION: dict[str, Callable[[np.ndarray], float | None]] = {tip_acc.__name__: tip_acc}
 
 
-def summary(table: pl.DataFrame) -> dict[str, dict[str, float | None]]:
-    """Every metric of every reading in the table, None where it is undefined."""
-    present = set(table["reading"])
-    readings = [r for r in READINGS if r in present] + sorted(present.difference(READINGS))
-    return {reading: _of_reading(table, reading) for reading in readings}
+def summary(table: pl.DataFrame, confusion: pl.DataFrame | None = None) -> dict[str, dict[str, float | None]]:
+    """Every metric of every reading in the tables, None where it is undefined."""
+    metrics = {reading: _of_reading(table, reading) for reading in in_order(table["reading"])}
+    if confusion is not None:
+        for reading in in_order(confusion["reading"]):
+            counts = confusion_matrix(confusion, reading, _tasks(table))
+            metrics[reading] |= {name: of(counts) for name, of in OF_CONFUSION.items()}
+    return metrics
+
+
+def in_order(readings: Iterable[str]) -> list[str]:
+    """Each reading once, in the usual order, unknown ones last."""
+    present = set(readings)
+    return [r for r in READINGS if r in present] + sorted(present.difference(READINGS))
+
+
+def shares_of_rows(counts: np.ndarray) -> np.ndarray:
+    """Each count as a share of its row's sum; NaN in a row without any."""
+    totals = counts.sum(axis=1, keepdims=True)
+    return np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
 
 
 def right_after(a: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import os
 import platform
 import shlex
 import shutil
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,13 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.metrics import summary
+from fclmodels.store import Store
 
 if TYPE_CHECKING:
     from fclmodels.experiment import Experiment, Outcome
 
 FORMAT = 1
+TABLES = ("accuracy", "confusion", "rounds", "ledger")
 PACKAGES = ("fclflow", "torch", "numpy", "polars", "safetensors")
 
 
@@ -38,6 +41,12 @@ def publish(experiment: "Experiment", folder: Path, outcomes: "list[Outcome]") -
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def gathered(store: Store, outcomes: "Sequence[Outcome]", names: Sequence[str]) -> dict[str, pl.DataFrame]:
+    """The steps' tables of these names, each in one; none where no step made one."""
+    parts = {name: [store.get_table(o["objects"][name]) for o in outcomes if name in o["objects"]] for name in names}
+    return {name: pl.concat(tables) for name, tables in parts.items() if tables}
+
+
 def refuse_foreign(folder: Path) -> None:
     """A run folder takes the place of an older one, never of anything else. Asked before any work."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "result.json").is_file():
@@ -49,27 +58,29 @@ def refuse_foreign(folder: Path) -> None:
 
 def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[Outcome]") -> dict[str, Any]:
     store = experiment.store
-    tables = {
-        name: pl.concat([store.get_table(o["objects"][name]) for o in outcomes if name in o["objects"]])
-        for name in ("accuracy", "rounds", "ledger")
-    }
+    tables = gathered(store, outcomes, TABLES)
+    if (monitored := experiment.monitored(outcomes)) is not None:
+        tables["monitors"] = monitored
     for name, table in tables.items():
         table.write_parquet(folder / f"{name}.parquet")
     last = [o for o in outcomes if "state" in o["objects"]][-1]["objects"]["state"]
     server = Server.from_tree(store.get(last)["server"])
     state.save(server.weights, folder / "model" / "weights.safetensors")
     state.write_json(folder / "model" / "spec.json", server.spec.to_json())
+    if router := experiment.method.router(server):
+        state.save(router.to_tree(), folder / "model" / "router.safetensors")
     for outcome in outcomes:
         if knowledge := store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None:
             state.save(knowledge, folder / "knowledge" / f"task-{outcome['task']:02d}.safetensors")
-    state.write_json(folder / "settings.json", experiment.settings)
+    origin = _preset(experiment)
+    state.write_json(folder / "settings.json", {**experiment.settings, **origin})
     result = {
         "format": FORMAT,
         "command": _command(experiment, place),
         "label": experiment.label,
         "method": type(experiment.method).name,
         "seed": experiment.seed,
-        "metrics": summary(tables["accuracy"]),
+        "metrics": summary(tables["accuracy"], tables.get("confusion")),
         "settings": experiment.settings,
         "digests": {
             "splits": experiment.splits.digest,
@@ -86,9 +97,28 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
             for stage in ("begin", "learn", "conclude", "evaluate")
         },
         **_bytes(tables["ledger"]),
+        **origin,
+        **_scaled(experiment),
+        **({"privacy": privacy} if (privacy := server.knowledge.get("privacy")) else {}),
     }
     state.write_json(folder / "result.json", result)
     return json.loads(json.dumps(result))
+
+
+def _preset(experiment: "Experiment") -> dict[str, Any]:
+    """Whose preset the settings are. What it says for one method only is among them already."""
+    preset = experiment.params.preset
+    kept = preset.model_dump(mode="json", exclude={"only"}, exclude_defaults=True)
+    return {"preset": kept} if preset.name else {}
+
+
+def _scaled(experiment: "Experiment") -> dict[str, Any]:
+    """What federation.rounds_scale left of each task's rounds, where it shrinks them."""
+    if experiment.params.federation.rounds_scale == 1:
+        return {}
+    run = experiment.method.run
+    rounds = {"rounds": run.rounds, "of": run.rounds_set}
+    return {"scaled": {name: [count(task) for task in range(experiment.tasks)] for name, count in rounds.items()}}
 
 
 def _command(experiment: "Experiment", place: Path) -> str:

@@ -6,6 +6,7 @@ import polars as pl
 
 from fclmodels.experiment import Step
 from fclmodels.metrics import summary
+from fclmodels.run_folder import gathered
 from fclmodels.store import Store
 from tasks.caching import Outcome, stored_task
 
@@ -18,8 +19,6 @@ def evaluate(step: Step, label: str, learned: int) -> Outcome:
 
 def so_far(store: Store, outcomes: Sequence[Outcome], learned: int) -> dict[str, dict[str, float | None]]:
     """The metrics as if the stream ended after `learned` tasks."""
-    tables = [
-        store.get_table(outcome["objects"]["accuracy"]) for outcome in outcomes if "accuracy" in outcome["objects"]
-    ]
+    tables = gathered(store, outcomes, ("accuracy", "confusion"))
     known = (pl.col("after") <= learned) & (pl.col("task") < learned)
-    return summary(pl.concat(tables).filter(known))
+    return summary(*(table.filter(known) for table in tables.values()))

@@ -14,28 +14,43 @@ from fclmodels.backbones.batch_norm import drop_statistics
 from fclmodels.backbones.network import skeleton
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.augment import normalise
+from fclmodels.federation.prediction import Columns
+from fclmodels.numerics.relevance import Router
 
 
 class Served(PythonModel):
-    """Images, uint8 [B, C, H, W] as they were prepared, to the names of their classes among all tasks'."""
+    """Images, uint8 [B, C, H, W] as they were prepared, to the names of their classes.
+
+    Where the model has a router, a sample's classes are those of the task predicted for it; else all tasks'.
+    """
 
     def load_context(self, context: PythonModelContext) -> None:
         model = Path(context.artifacts["model"])
         facts = json.loads(Path(context.artifacts["stream"]).read_text())
         weights = state.load(model / "weights.safetensors")
-        self.network = skeleton(ModelSpec.from_json(json.loads((model / "spec.json").read_text())))
+        spec = ModelSpec.from_json(json.loads((model / "spec.json").read_text()))
+        self.network = skeleton(spec)
         if not any(name.endswith("running_mean") for name in weights):
             drop_statistics(self.network)
         self.network.load_state_dict(weights)
         self.network.eval()
+        self.columns = Columns.of(spec, torch.device("cpu"))
+        self.columns_of_task = self.columns.of_tasks(spec.tasks)
+        router = model / "router.safetensors"
+        self.router = Router.from_tree(state.load(router)) if router.exists() else None
         self.classes, self.mean, self.std = np.array(facts["classes"]), facts["mean"], facts["std"]
 
     def predict(
         self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None
     ) -> np.ndarray:
         with torch.inference_mode():
-            logits = self.network(normalise(torch.as_tensor(model_input), self.mean, self.std))
-        return self.classes[logits.argmax(1).numpy()]
+            features = self.network.backbone(normalise(torch.as_tensor(model_input), self.mean, self.std))
+            logits = torch.cat([head(features) for head in self.network.heads], dim=1)
+            if self.router is not None:
+                tasks = self.router.sample_scores(features).argmax(1)
+                logits = logits.masked_fill(~self.columns_of_task[tasks], -torch.inf)
+            labels = self.columns.labels[logits.argmax(1)]
+        return self.classes[labels.numpy()]
 
 
 mlflow.models.set_model(Served())

@@ -1,6 +1,7 @@
-"""What MLflow keeps of a finished run besides numbers: the accuracy matrix, knowledge, a model that it can serve."""
+"""What MLflow keeps of a finished run besides numbers: matrices, knowledge, a model that it can serve."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +14,83 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import ColSpec, Schema, TensorSpec
 
-from fclmodels.metrics import matrix
+from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
 
 SERVED = Path(__file__).with_name("served.py")
 READING = "task_agnostic"
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Shares of 1 with a column for each task, NaN where there is none, and what to write beside them."""
+
+    title: str
+    rows: str
+    first_row: int
+    columns: str
+    shares: np.ndarray
+
+
 def log_artifacts(client: MlflowClient, run: str, folder: Path, splits: Path) -> None:
-    table = pl.read_parquet(folder / "accuracy.parquet")
-    accuracies = matrix(table, READING)
-    client.log_figure(run, heat_map(accuracies), "accuracy.png")
-    client.log_dict(run, as_table(accuracies), "accuracy.json")
-    client.set_tag(run, "mlflow.loggedArtifacts", json.dumps([{"path": "accuracy.json", "type": "table"}]))
-    for name in ("result.json", "accuracy.parquet", "rounds.parquet", "ledger.parquet"):
-        client.log_artifact(run, str(folder / name))
+    matrices = matrices_of(folder)
+    for name, shown in matrices.items():
+        client.log_figure(run, heat_map(shown), f"{name}.png")
+        client.log_dict(run, as_table(shown), f"{name}.json")
+    tables = [{"path": f"{name}.json", "type": "table"} for name in matrices]
+    client.set_tag(run, "mlflow.loggedArtifacts", json.dumps(tables))
+    for file in (folder / "result.json", *sorted(folder.glob("*.parquet"))):
+        client.log_artifact(run, str(file))
     if (folder / "knowledge").is_dir():
         client.log_artifacts(run, str(folder / "knowledge"), "knowledge")
     log_model(client, run, folder / "model", splits / "stream.json")
 
 
-def heat_map(accuracies: np.ndarray) -> Figure:
-    """The accuracy matrix [T + 1, T] as a picture, a row for each number of tasks learned."""
-    learned, tasks = accuracies.shape
-    figure = Figure(figsize=(1.5 + 0.7 * tasks, 1.2 + 0.5 * learned), layout="constrained")
+def matrices_of(folder: Path) -> dict[str, Matrix]:
+    """The accuracy matrix and, by each reading in which a method predicts tasks, which one was taken for which."""
+    accuracies = matrix(pl.read_parquet(folder / "accuracy.parquet"), READING)
+    matrices = {"accuracy": Matrix(f"accuracy in %, {_written(READING)}", "tasks learned", 0, "task", accuracies)}
+    if (folder / "confusion.parquet").is_file():
+        confusion = pl.read_parquet(folder / "confusion.parquet")
+        for reading in in_order(confusion["reading"]):
+            shares = shares_of_rows(confusion_matrix(confusion, reading, accuracies.shape[1]))
+            title = f"% of a task's samples, {_written(reading)}"
+            matrices[f"confusion_{reading}"] = Matrix(title, "task", 1, "predicted task", shares)
+    return matrices
+
+
+def heat_map(shown: Matrix) -> Figure:
+    height, width = shown.shares.shape
+    figure = Figure(figsize=(1.5 + 0.7 * width, 1.2 + 0.5 * height), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(accuracies, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    for (row, column), value in np.ndenumerate(accuracies):
+    image = axes.imshow(shown.shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for (row, column), value in np.ndenumerate(shown.shares):
         if not np.isnan(value):
             axes.text(
                 column, row, f"{100 * value:.0f}", ha="center", va="center", color="white" if value < 0.6 else "black"
             )
     axes.set(
-        xlabel="task",
-        ylabel="tasks learned",
-        xticks=range(tasks),
-        xticklabels=range(1, tasks + 1),
-        yticks=range(learned),
+        xlabel=shown.columns,
+        ylabel=shown.rows,
+        xticks=range(width),
+        xticklabels=range(1, width + 1),
+        yticks=range(height),
+        yticklabels=range(shown.first_row, shown.first_row + height),
     )
-    axes.set_title(f"accuracy in %, {READING.replace('_', '-')}")
+    axes.set_title(shown.title)
     figure.colorbar(image)
     return figure
 
 
-def as_table(accuracies: np.ndarray) -> dict[str, Any]:
+def as_table(shown: Matrix) -> dict[str, Any]:
     """The same as rows and columns, as MLflow's pages show a table."""
-    rows = [[learned, *(None if np.isnan(a) else a for a in row.tolist())] for learned, row in enumerate(accuracies)]
-    return {"columns": ["tasks learned", *(f"task {k}" for k in range(1, accuracies.shape[1] + 1))], "data": rows}
+    rows = [
+        [number, *(None if np.isnan(share) else share for share in row)]
+        for number, row in enumerate(shown.shares.tolist(), start=shown.first_row)
+    ]
+    return {
+        "columns": [shown.rows, *(f"{shown.columns} {k}" for k in range(1, shown.shares.shape[1] + 1))],
+        "data": rows,
+    }
 
 
 def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None:
@@ -79,3 +111,7 @@ def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None
         model_id=logged.model_id,
     )
     client.log_outputs(run, [LoggedModelOutput(logged.model_id, step=0)])
+
+
+def _written(reading: str) -> str:
+    return reading.replace("_", "-")

@@ -53,7 +53,13 @@ class Tracking:
                 self.client.log_batch(self.id, params=params[start : start + BATCH])
             self._learned(0)
 
-    def task_learned(self, learned: int, rounds: pl.DataFrame, summary: dict[str, dict[str, float | None]]) -> None:
+    def task_learned(
+        self,
+        learned: int,
+        rounds: pl.DataFrame,
+        summary: dict[str, dict[str, float | None]],
+        monitored: pl.DataFrame | None = None,
+    ) -> None:
         """The rounds of the last task, and the metrics of all tasks so far; once, also when the run is resumed."""
         if learned <= self.learned:
             return
@@ -61,6 +67,10 @@ class Tracking:
         metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(rounds)]
         for reading, values in summary.items():
             metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
+        if monitored is not None:
+            last = monitored.filter(pl.col("task") == learned - 1)
+            first = rounds["step"][0]
+            metrics += [Metric(name, value, now, step) for step, name, value in _of_monitors(last, first, learned)]
         for start in range(0, len(metrics), 10 * BATCH):
             self.client.log_batch(self.id, metrics=metrics[start : start + 10 * BATCH])
         self._learned(learned)
@@ -170,3 +180,14 @@ def _of_rounds(rounds: pl.DataFrame) -> Iterator[tuple[int, str, float]]:
         for column, name in names.items():
             if row[column] is not None:
                 yield row["step"], name, row[column]
+
+
+def _of_monitors(rows: pl.DataFrame, first_step: int, learned: int) -> Iterator[tuple[int, str, float]]:
+    """A round's rows at its step, those of a task at the number of tasks learned; old tasks' numbers begin at 1."""
+    for row in rows.iter_rows(named=True):
+        step = learned if row["round"] is None else first_step + row["round"]
+        if row["monitor"] == "used_share":
+            yield step, f"used_share/{row['layer'] or 'mean'}", row["value"]
+        else:
+            about = "" if row["about"] is None else f"/task-{row['about'] + 1}"
+            yield step, f"oracle/{row['monitor']}{about}", row["value"]

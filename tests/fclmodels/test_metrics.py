@@ -194,6 +194,42 @@ def test_readings_do_not_mix_and_come_in_their_order():
     assert both["task_predicted"]["acc"] == pytest.approx(both["task_aware"]["acc"] / 2)
 
 
+def taken(counts, after, reading="task_predicted"):
+    """The long table of counts [tasks, predicted]; a 0 has no row."""
+    return pl.DataFrame(
+        [(reading, after, task, told, int(counts[task][told])) for task, told in np.argwhere(counts)],
+        schema={"reading": pl.String, "after": pl.Int16, "task": pl.Int16, "predicted": pl.Int16, "count": pl.Int64},
+        orient="row",
+    )
+
+
+CONFUSION = np.array([[9, 1, 0], [2, 2, 0], [0, 15, 5]])
+
+
+def test_the_task_prediction_is_a_mean_over_tasks_after_the_last_one():
+    both = pl.concat([rows(A, "task_predicted"), rows(A, "task_aware")])
+    table = pl.concat([taken(np.array([[7]]), 1), taken(np.array([[0, 3], [3, 0]]), 2), taken(CONFUSION, 3)])
+    of = summary(both, table)
+    assert of["task_predicted"]["tip_acc"] == pytest.approx((0.9 + 0.5 + 0.25) / 3)  # not 16/34, the share of samples
+    assert of["task_predicted"].items() >= summary(both)["task_predicted"].items()
+    assert of["task_aware"] == summary(both)["task_aware"]
+    np.testing.assert_array_equal(metrics.confusion_matrix(table, "task_predicted", 3), CONFUSION)
+
+
+@pytest.mark.parametrize("predicted", [CONFUSION * [[1], [0], [1]], np.zeros((3, 3), int)], ids=["no samples", "none"])
+def test_a_task_without_test_samples_has_no_task_prediction(predicted):
+    table = pl.concat([taken(CONFUSION[:2, :2], 2), taken(predicted, 3)])
+    assert summary(rows(A, "task_predicted"), table)["task_predicted"]["tip_acc"] is None
+
+
+def test_figures_of_fedprotips_table_14():
+    """10-split CIFAR100: its tasks in turn, of a thousand test samples each."""
+    right = np.array([1, 1, 0.978, 1, 1, 0.989, 0.997, 0.989, 1, 0.996]) * 1000
+    counts = np.diag(right.round().astype(int)) + np.diag(1000 - right[1:].round().astype(int), -1)
+    counts[0, 0] = 1000
+    assert metrics.tip_acc(counts) == pytest.approx(0.9949)
+
+
 @given(final=st.lists(st.integers(0, 100), min_size=2, max_size=6))
 def test_a_frozen_model_forgets_nothing_by_any_definition(final):
     frozen = np.tile(np.array(final) / 100, (len(final) + 1, 1))

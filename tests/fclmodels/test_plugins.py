@@ -175,7 +175,7 @@ def test_the_default_params_are_those_of_the_demo():
 def test_the_default_params_hold_every_block_that_dvc_tracks():
     """DVC refuses a stage whose parameter is missing, and --set-param one that is not in the file."""
     params = load(ROOT / "params.yaml")
-    assert params.model_fields_set | {"tracking"} == set(Params.model_fields)
+    assert params.model_fields_set | {"tracking", "preset"} == set(Params.model_fields)
     own = {name for name, cls in all_of("method").items() if ROOT / "fclmodels" in Path(inspect.getfile(cls)).parents}
     assert set(params.methods) == own
 

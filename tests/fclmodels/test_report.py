@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fclmodels import metrics
 from fclmodels.errors import UserError
+from fclmodels.federation import monitors
 from fclmodels.report import (
     accuracy_cells,
     accuracy_curves,
@@ -21,7 +22,7 @@ from fclmodels.report import (
     write_page,
 )
 from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP, Series, line_chart, ticks, ticks_above
-from fclmodels.report.html import duration, percent, size
+from fclmodels.report.html import duration, number, percent, size
 from fclmodels.report.runs import grouped
 from fclmodels.report.tables import ledger, spread
 
@@ -358,6 +359,52 @@ def test_ledger_by_hand(folders):
     assert parts["basis"]["largest"] == 60_000
 
 
+# predicted tasks
+
+
+def write_confusion(folder, counts, reading="task_predicted", after=None, times=1):
+    """How many samples of each task (rows) were taken for which, after as many tasks as there are unless told."""
+    rows = [(reading, after or len(counts), task, predicted, int(n)) for (task, predicted), n in np.ndenumerate(counts)]
+    columns = ["reading", "after", "task", "predicted", "count"]
+    pl.DataFrame(rows * times, columns, orient="row").write_parquet(folder / "confusion.parquet")
+
+
+@pytest.fixture
+def predicting(tmp_path):
+    """Two seeds of a method that predicts tasks, and one that does not."""
+    confusions = ([[8, 2], [5, 5]], [[3, 1], [0, 4]])
+    folders = [write_run(tmp_path / f"{s}", "fedprotip", s, tasks=2, rounds=1) for s in range(2)]
+    for folder, counts in zip(folders, confusions, strict=True):
+        write_confusion(folder, counts)
+        accuracy, confusion = (pl.read_parquet(folder / f"{name}.parquet") for name in ("accuracy", "confusion"))
+        edit("metrics", metrics.summary(accuracy, confusion))(folder)
+    return [*folders, write_run(tmp_path / "fedavg", "fedavg", 0, tasks=2, rounds=1)]
+
+
+def test_page_shows_which_task_was_taken_for_which(predicting):
+    text = page(predicting)
+    section = text[text.index('<section id="predicted">') : text.index('<section id="cost">')]
+    (matrix,) = Tables(section).tables
+    # seed 0: 80 and 20 of a task's hundred, 50 and 50; seed 1: 75 and 25, 0 and 100
+    assert matrix == [["", "1", "2"], ["1", "78", "22"], ["2", "25", "75"]]
+    # seed 0: (80 + 50) / 2 = 65 predicted right, seed 1: 87.5; their mean and deviation 22.5 / sqrt(2)
+    caption = " ".join(re.sub("<.*?>", " ", re.search("<caption>(.*?)</caption>", section)[1]).split())
+    assert caption == "Task predicted 76.2 ± 15.9 % right, n = 2"
+    assert section.count("fedprotip") == 1
+    assert "fedavg" not in section
+
+
+def test_a_page_without_predicted_tasks_has_no_place_for_them(text):
+    assert "Predicted tasks" not in text
+
+
+def test_comparison_has_the_task_prediction_where_there_is_one(predicting):
+    found = comparison(predicting).select("reading", "method", "tip_acc", "tip_acc_std").rows()
+    known = [row for row in found if row[2] is not None]
+    assert known == [("task_predicted", "fedprotip", pytest.approx(0.7625), pytest.approx(0.225 / np.sqrt(2)))]
+    assert len(found) > 1
+
+
 # folders that are not what they should be
 
 
@@ -427,6 +474,18 @@ BROKEN = {
         "{run}/accuracy.parquet: has impossible counts",
     ),
     "negative task": (rewrite("accuracy.parquet", lambda t: t.with_columns(pl.col("task") - 1)), "impossible counts"),
+    "taken for a task to come": (
+        lambda folder: write_confusion(folder, [[3, 0], [0, 3]], after=1),
+        "{run}/confusion.parquet: has impossible counts",
+    ),
+    "more tasks than there are": (
+        lambda folder: write_confusion(folder, np.eye(3)),
+        "{run}/confusion.parquet: has impossible counts",
+    ),
+    "taken for it twice": (
+        lambda folder: write_confusion(folder, [[3, 0], [0, 3]], times=2),
+        "{run}/confusion.parquet: counts the same thing twice",
+    ),
     "reading without rows": (
         edit("metrics", {"task_aware": {}, "paper_task_aware": {}}),
         "{run}/accuracy.parquet: no rows for paper_task_aware",
@@ -515,6 +574,64 @@ def test_privacy_ledger_says_who_needs_single_replies(text):
         "fedprotip: needs each client's own basis, reference",
         "joint: the ledger has no message to a server",
     ]
+
+
+def monitored(folder, method, seed, rows, **settings):
+    folder = write_run(folder, method, seed, tasks=3, settings=settings)
+    monitors.table(rows).write_parquet(folder / "monitors.parquet")
+    return folder
+
+
+def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
+    rows = [
+        [monitors.row("used_share", task, share, layer=name) for task in range(3) for name in ("fc1", "fc2", None)]
+        + [monitors.row("rho", 2, rho, round) for round, rho in enumerate((0.2, 0.4))]
+        + [
+            monitors.row("beta", 1, 0.5, 0, 0),
+            monitors.row("beta", 2, 0.125, 0, 0),
+            monitors.row("beta", 2, beta, 0, 1),
+        ]
+        + [monitors.row("loss_increase", 2, -0.25, about=0), monitors.row("loss_increase", 2, 1.5, about=1)]
+        + [monitors.row("theorem_bound", 2, 8, about=0), monitors.row("theorem_bound", 2, bound, about=1)]
+        for share, beta, bound in ((0.25, 0.75, 4), (0.75, 0.25, 6))
+    ]
+    momentum = {"optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
+    watched = [
+        monitored(tmp_path / f"fot-{seed}", "fot", seed, of_seed, monitors={"every": seed + 1}, **momentum)
+        for seed, of_seed in enumerate(rows)
+    ]
+    text = page([*folders[3:6], *watched])
+    parsed = Tables(text)
+    assert parsed.headed("Bound") == [
+        [["Old task", "Loss increase", "Bound"], ["1", "−0.25± 0", "8± 0"], ["2", "1.5± 0", "5± 1.41"]]
+    ]
+    assert ["3", "12", "50"] in [row for rows in parsed.tables for row in rows]  # beta after task 3, in percent
+    for point in ("fot, 1: 50.0 ± 35.4", "fot, 3: 30.0 ± 0.0", "fot, 2: 50.0 ± 0.0"):  # used share, rho, beta
+        assert f"<title>{point}</title>" in text
+    assert text.index("<summary>Each layer") < text.index('aria-label="fc1:') < text.index('aria-label="fc2:')
+    assert "Outside of the theorem’s setting: optimizer.momentum: 0.9." in text
+    assert "An oracle of the simulation" in text
+    assert "fedavg, 1: 50.0" not in text
+
+
+def test_without_monitors_the_page_does_not_speak_of_them(text):
+    assert "onitor" not in text
+    assert "oracle" not in text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        monitors.row("rho", 3, 0.5),
+        monitors.row("beta", 1, 0.5, 0, -1),
+        monitors.row("rho", 0, float("nan")),
+        monitors.row("rho", 0, None),
+    ],
+)
+def test_monitors_that_cannot_be_are_refused(wrong, tmp_path):
+    folder = monitored(tmp_path / "fot-0", "fot", 0, [wrong])
+    with pytest.raises(UserError, match=r"monitors\.parquet: has impossible values\. Delete"):
+        read_run(folder)
 
 
 def test_settings_that_differ_are_told_from_common_ones(tmp_path):
@@ -631,6 +748,9 @@ def test_a_line_keeps_its_place_and_breaks_where_values_are_missing():
         (percent, -0.05, "−5.0"),
         (percent, -0.0001, "0.0"),
         (percent, 1.0, "100.0"),
+        (number, -0.0123456, "−0.0123"),
+        (number, 12345.6, "12,346"),
+        (number, 2e6, "2e+06"),
         (size, 0, "0"),
         (size, 8, "8 B"),
         (size, 999.9, "1 kB"),

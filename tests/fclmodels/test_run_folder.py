@@ -17,6 +17,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.metrics import summary
+from fclmodels.numerics.relevance import Router
 from fclmodels.settings import AugmentSettings
 
 MakeExperiment = Callable[..., Experiment]
@@ -100,6 +101,55 @@ def test_the_saved_model_answers_as_the_table_says(
 def test_knowledge_is_kept_for_each_task(experiment_of: MakeExperiment, tmp_path: Path) -> None:
     experiment_of(method="single-task").run(tmp_path / "run")
     assert len(state.load(tmp_path / "run" / "knowledge" / "task-01.safetensors")["models"]) == 1
+
+
+def test_a_method_that_predicts_tasks_leaves_its_router_and_what_it_took_for_what(
+    toys: Path, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
+) -> None:
+    """The saved network and router alone answer as the tables say."""
+    folder = tmp_path / "run"
+    experiment = experiment_of(method="signpost")
+    result = experiment.run(folder)
+    router = Router.from_tree(state.load(folder / "model" / "router.safetensors"))
+    spec = ModelSpec.from_json(json.loads((folder / "model" / "spec.json").read_text()))
+    network = skeleton(spec)
+    network.load_state_dict(state.load(folder / "model" / "weights.safetensors"))
+    splits = splits_of()
+    right, taken = {}, {}
+    for task in range(2):
+        (batch,) = Batches(splits, AugmentSettings(), torch.device("cpu")).ordered(splits.rows(task, "test"), 1000)
+        with torch.no_grad():
+            features = network.eval().backbone(batch.inputs)
+            told = router.sample_scores(features).argmax(1)
+            answers = torch.stack(
+                [torch.tensor(c)[network.logits(features, t).argmax(1)] for t, c in enumerate(spec.tasks)]
+            )
+        right[task] = int((answers.gather(0, told[None])[0] == batch.labels).sum())
+        taken |= {(task, t): int((told == t).sum()) for t in range(2) if (told == t).any()}
+    ours = (pl.col("reading") == "task_predicted", pl.col("after") == 2)
+    accuracy = pl.read_parquet(folder / "accuracy.parquet").filter(*ours, pl.col("client").is_null())
+    assert dict(accuracy.select("task", "correct").iter_rows()) == right
+    confusion = pl.read_parquet(folder / "confusion.parquet")
+    counts = confusion.filter(*ours).select("task", "predicted", "count").iter_rows()
+    assert {(task, told): count for task, told, count in counts} == taken
+    assert set(confusion["after"]) == {1, 2}
+    assert len({told for _, told in taken}) == 2
+    shares = [taken.get((task, task), 0) / 16 for task in range(2)]
+    assert result["metrics"]["task_predicted"]["tip_acc"] == pytest.approx(sum(shares) / 2)
+    assert {reading for reading, values in result["metrics"].items() if "tip_acc" in values} == set(
+        confusion["reading"]
+    )
+
+
+def test_what_clients_predict_by_models_of_their_own_is_counted_too(
+    toys: Path, experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    personal = ("model.backbone=resnet18", "methods.signpost.batch_norm=local")
+    experiment_of(*personal, method="signpost").run(tmp_path / "run")
+    confusion = pl.read_parquet(tmp_path / "run" / "confusion.parquet").filter(pl.col("after") == 2)
+    samples = confusion.group_by("reading", "task").agg(pl.col("count").sum())
+    readings = {"task_predicted", "mixed_batch_task_predicted", "paper_task_predicted"}
+    assert set(samples.iter_rows()) == {(reading, task, 16) for reading in readings for task in range(2)}
 
 
 def test_memories_are_counted_once_for_each_client(experiment_of: MakeExperiment, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, digest_of
+from fclmodels.federation.monitors import row, table
+from fclmodels.numerics.relevance import Router
 from fclmodels.settings import TrackingSettings
-from tasks.tracked_artifacts import as_table, heat_map, log_model
+from tasks.tracked_artifacts import Matrix, as_table, heat_map, log_model, matrices_of
 from tasks.tracking import Tracking, tracked
 
 SUMMARY = {"task_agnostic": {"acc": 0.5, "ft": None}}
@@ -114,6 +116,32 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
     assert client.get_metric_history(tracking.id, "task_agnostic/ft") == []
 
 
+def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: TrackingSettings, tmp_path: Path) -> None:
+    seen = table(
+        [
+            row("rho", 0, 1.0, round=0),
+            row("rho", 1, 0.75, round=1),
+            row("beta", 1, 0.5, round=1, about=0),
+            row("loss_increase", 1, 0.25, about=0),
+            row("used_share", 1, 0.2, layer="backbone.fc1"),
+            row("used_share", 1, 0.3),
+        ]
+    )
+    with tracked(experiment(), settings, tmp_path) as tracking:
+        tracking.task_learned(1, rounds(0), SUMMARY)
+        tracking.task_learned(2, rounds(1), SUMMARY, seen)
+    client = MlflowClient(settings.uri)
+    expected = {
+        "oracle/rho": [(3, 0.75)],
+        "oracle/beta/task-1": [(3, 0.5)],
+        "oracle/loss_increase/task-1": [(2, 0.25)],
+        "used_share/backbone.fc1": [(2, 0.2)],
+        "used_share/mean": [(2, 0.3)],
+    }
+    found = {name: [(m.step, m.value) for m in client.get_metric_history(tracking.id, name)] for name in expected}
+    assert found == expected
+
+
 @pytest.mark.parametrize(("problem", "status"), [(ValueError("no"), "FAILED"), (KeyboardInterrupt(), "KILLED")])
 def test_a_run_that_ended_badly_says_so_until_it_goes_on(
     settings: TrackingSettings, tmp_path: Path, problem: BaseException, status: str
@@ -177,17 +205,40 @@ def test_a_store_that_cannot_be_used_is_a_mistake(uri: str, tmp_path: Path, monk
 
 
 def test_the_matrix_as_table_and_picture() -> None:
-    accuracies = np.array([[0.1, np.nan], [0.9, 0.2], [0.3, 0.8]])
-    assert as_table(accuracies) == {
+    shown = Matrix("accuracy", "tasks learned", 0, "task", np.array([[0.1, np.nan], [0.9, 0.2], [0.3, 0.8]]))
+    assert as_table(shown) == {
         "columns": ["tasks learned", "task 1", "task 2"],
         "data": [[0, 0.1, None], [1, 0.9, 0.2], [2, 0.3, 0.8]],
     }
-    axes = heat_map(accuracies).axes[0]
+    axes = heat_map(shown).axes[0]
     assert [text.get_text() for text in axes.texts] == ["10", "90", "20", "30", "80"]
 
 
+def test_a_run_that_predicts_tasks_shows_which_it_took_for_which(tmp_path: Path) -> None:
+    counts = {"task_aware": [(0, 3, 4), (1, 4, 4)], "task_agnostic": [(0, 2, 4), (1, 1, 4)]}
+    accuracy = [(reading, 2, task, None, c, n) for reading, rows in counts.items() for task, c, n in rows]
+    columns = ["reading", "after", "task", "client", "correct", "total"]
+    pl.DataFrame(accuracy, columns, orient="row", schema_overrides={"client": pl.Int32}).write_parquet(
+        tmp_path / "accuracy.parquet"
+    )
+    assert list(matrices_of(tmp_path)) == ["accuracy"]
+    taken = [("task_predicted", 1, 0, 0, 4), ("task_predicted", 2, 0, 0, 3), ("task_predicted", 2, 0, 1, 1)]
+    pl.DataFrame(taken, ["reading", "after", "task", "predicted", "count"], orient="row").write_parquet(
+        tmp_path / "confusion.parquet"
+    )
+    found = matrices_of(tmp_path)
+    assert list(found) == ["accuracy", "confusion_task_predicted"]
+    assert as_table(found["confusion_task_predicted"]) == {
+        "columns": ["task", "predicted task 1", "predicted task 2"],
+        "data": [[1, 0.75, 0.25], [2, None, None]],
+    }
+    axes = heat_map(found["confusion_task_predicted"]).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["no router", "router"])
 def test_the_tracked_model_answers_like_the_network(
-    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    routed: bool, settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     spec = ModelSpec({"backbone": "mlp", "hidden": 8}, (1, 4, 4), "growing", ((0, 1), (2,)))
@@ -197,6 +248,9 @@ def test_the_tracked_model_answers_like_the_network(
     state.write_json(folder / "spec.json", spec.to_json())
     facts = {"shape": [1, 4, 4], "mean": [0.5], "std": [0.25], "classes": ["ant", "bee", "cat"]}
     state.write_json(tmp_path / "stream.json", facts)
+    router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
+    if routed:
+        state.save(router.to_tree(), folder / "router.safetensors")
     with tracked(experiment(), settings, tmp_path) as tracking:
         log_model(tracking.client, tracking.id, folder, tmp_path / "stream.json")
     (run,) = all_runs(settings)
@@ -204,7 +258,12 @@ def test_the_tracked_model_answers_like_the_network(
 
     images = np.random.default_rng(0).integers(0, 256, (20, 1, 4, 4), dtype=np.uint8)
     with torch.inference_mode():
-        answers = network((torch.from_numpy(images) / 255 - 0.5) / 0.25).argmax(1)
+        features = network.backbone((torch.from_numpy(images) / 255 - 0.5) / 0.25)
+        answers = network.logits(features).argmax(1)
+        if routed:
+            unrouted, of_first = answers, network.logits(features, 0).argmax(1)
+            answers = torch.where(router.sample_scores(features).argmax(1) == 0, of_first, 2)
+            assert not torch.equal(answers, unrouted)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     assert served.predict(images).tolist() == [facts["classes"][i] for i in answers]
     assert not [path for path in (tmp_path / "mlartifacts").rglob("*") if path.suffix in (".pkl", ".pt", ".pth")]

@@ -1,0 +1,60 @@
+"""A grid of settings, judged on val rows: how the settings of a comparison are chosen. Test rows are never read.
+
+    python bench/tune.py fot --splits data/splits --seeds 100 101 102 --grid optimizer.lr=0.02,0.05,0.1 \\
+        --grid methods.fot.threshold=0.9,0.95,0.98 [--params params.yaml] [--set federation.rounds=5]
+
+Prints every point of the grid, the best first: mean over seeds of ACC, forgetting and accuracy right after learning.
+"""
+
+import argparse
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from fclmodels import params as reading
+from fclmodels.data.splits import Rows, Splits
+from fclmodels.experiment import Experiment
+
+METRICS = ("acc", "ft", "learning_acc")
+
+
+class OnVal(Splits):
+    """Splits whose evaluation reads val rows."""
+
+    def test_rows(self, task: int, client: int | None = None) -> Rows:
+        return self.rows(task, "val", client)
+
+
+def judged(params: Path, overrides: list[str], method: str, seed: int, splits: Splits, by: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as home:
+        settings = reading.load(params, overrides)
+        with Experiment(settings, method, seed, splits, Path(home)) as experiment:
+            metrics = experiment.run(Path(home) / "run")["metrics"][by]
+    return [metrics[name] for name in METRICS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method")
+    parser.add_argument("--splits", type=Path, default=Path("data/splits"))
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
+    parser.add_argument("--by", default="task_aware")
+    given = parser.parse_args()
+    axes = [[f"{key}={value}" for value in values.split(",")] for key, values in (g.split("=", 1) for g in given.grid)]
+    splits = OnVal.open(given.splits)
+    found = []
+    for point in itertools.product(*axes):
+        overrides = [*given.set, *point]
+        runs = [judged(given.params, overrides, given.method, seed, splits, given.by) for seed in given.seeds]
+        found.append((np.mean(runs, axis=0), point))
+    for mean, point in sorted(found, key=lambda one: -one[0][0]):
+        print("  ".join(f"{name} {100 * value:5.1f}" for name, value in zip(METRICS, mean, strict=True)), *point)
+
+
+if __name__ == "__main__":
+    main()
