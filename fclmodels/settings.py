@@ -139,8 +139,8 @@ class MonitorSettings(Settings):
     used_share: bool = Field(False, description="share of each protected layer's input space in use, after each task")
     gradients: bool = Field(
         False,
-        description="an oracle that reads old tasks' train data: gradient adequacy rho, interference beta, and the loss "
-        "increase of old tasks beside its bound (FedProTIP section 5)",
+        description="an oracle that reads old tasks' train data: gradient adequacy rho, interference beta, and the "
+        "loss increase of old tasks beside its bound (FedProTIP section 5)",
     )
     every: PositiveInt = Field(5, description="rounds from one look at gradients to the next within a task")
 

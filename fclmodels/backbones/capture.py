@@ -20,7 +20,7 @@ from fclmodels.errors import UserError
 
 # Samples that are shown to the network at once, and numbers that are unfolded at once.
 BATCH = 128
-CHUNK = 2**22
+CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,14 @@ def observe(
     samples: int,
     columns: int | None,
     generator: torch.Generator,
+    kept: int = 0,
 ) -> dict[str, LayerInputs]:
-    """What the layers see of so many samples in one pass in evaluation mode; at most `columns` random ones a layer."""
+    """What the layers see of so many samples in one pass in evaluation mode; at most `columns` random ones a layer.
+
+    kept: up to so many columns of a layer stay columns where their Gram matrix would be smaller.
+    """
     random = np.random.default_rng(generator.initial_seed())
-    observers = {name: _Observer(layer, samples, columns, random) for name, layer in layers.items()}
+    observers = {name: _Observer(layer, samples, columns, random, kept) for name, layer in layers.items()}
 
     def see(name: str, module: nn.Module, x: Tensor) -> None:
         if name in observers:
@@ -153,13 +157,13 @@ def observe(
 class _Observer:
     """Takes all columns of a layer's input as batches pass, or those at random places drawn beforehand."""
 
-    def __init__(self, layer: Layer, samples: int, columns: int | None, random: np.random.Generator) -> None:
+    def __init__(self, layer: Layer, samples: int, columns: int | None, random: np.random.Generator, kept: int) -> None:
         self.layer = layer
         total = samples * layer.columns_a_sample
         self.places: np.ndarray | None = None
         if columns is not None and columns < total:
             self.places = np.sort(random.choice(total, columns, replace=False, shuffle=False))
-        self.inputs = LayerInputs(layer.width, total if self.places is None else len(self.places), total)
+        self.inputs = LayerInputs(layer.width, total if self.places is None else len(self.places), total, kept)
         self.passed = 0
 
     def see(self, x: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What a layer's input was over some samples: all that a subspace is found from, folded in batch by batch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from fclmodels.numerics.products import product
 from fclmodels.numerics.sketch import gaussian_sketch, gaussian_sketch_of_gram
 from fclmodels.numerics.subspace import principal, principal_of_gram, residual
 
+# Columns are folded in by so many, or d where that is more, and few ones are filled up with zeros to a multiple of
+# STEP: oneDNN compiles a kernel for each shape of a product and keeps it, half a megabyte, as long as the process runs.
+LUMP, STEP = 1024, 128
 # Of float32 inputs that lie in a span, rounding leaves directions up to 3e-7 of ||X|| in columns, and up to 2.5e-4
 # in Gram matrices (measured, d from 9 to 2304): what is below this is no direction.
 ROUNDING_OF_COLUMNS, ROUNDING_OF_GRAM = 1e-6, 5e-4
@@ -17,34 +20,57 @@ ROUNDING_OF_COLUMNS, ROUNDING_OF_GRAM = 1e-6, 5e-4
 
 @dataclass
 class LayerInputs:
-    """A layer's input X over some samples: its columns [d, n] while they are few, else their Gram matrix X X^T.
+    """A layer's input X over some samples: its columns [d, >= n] while they are few, else their Gram matrix X X^T.
 
-    seen: how many columns are taken; total: how many there are. Energies and sketches stand for all of them.
+    seen: n, how many columns are taken; total: how many there are, for which energies and sketches stand.
+    kept: up to so many are few, whatever d is.
+    Columns after the first n are 0.
     """
 
     width: int
     seen: int
     total: int
+    kept: int = 0
     columns: Tensor | None = None
     gram: Tensor | None = None
-    _parts: list[Tensor] = field(default_factory=list)
+    _lump: Tensor | None = None
+    _filled: int = 0
     _outside: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def few(self) -> bool:
+        return self.seen < 2 * self.width or self.seen <= self.kept
+
     def add(self, X: Tensor) -> None:
-        """Fold in further columns [d, m]."""
-        if self.seen < 2 * self.width:
-            self._parts.append(X.clone())
-        else:
-            if self.gram is None:
-                self.gram = X.new_zeros(self.width, self.width, dtype=torch.float64)
-            add_gram(self.gram, X)
+        """Take in further columns [d, m]."""
+        if self._lump is None:
+            length = self.seen if self.few else max(LUMP, self.width)
+            self._lump = X.new_zeros(self.width, -(-length // STEP) * STEP)
+        while X.shape[1]:
+            now, X = X.tensor_split([self._lump.shape[1] - self._filled], dim=1)
+            self._lump[:, self._filled : self._filled + now.shape[1]] = now
+            self._filled += now.shape[1]
+            if not self.few and self._filled == self._lump.shape[1]:
+                self._fold()
 
     def finish(self) -> "LayerInputs":
-        if self._parts:
-            self.columns, self._parts = torch.cat(self._parts, dim=1), []
-        elif self.gram is not None:
+        assert self._lump is not None
+        if self.few:
+            self.columns = self._lump
+        else:
+            self._lump[:, self._filled :] = 0
+            self._fold()
+            assert self.gram is not None
             mirror(self.gram)
+        self._lump = None
         return self
+
+    def _fold(self) -> None:
+        assert self._lump is not None
+        if self.gram is None:
+            self.gram = self._lump.new_zeros(self.width, self.width, dtype=torch.float64)
+        add_gram(self.gram, self._lump)
+        self._filled = 0
 
     def energy(self, basis: Tensor | None = None) -> float:
         """||X||^2, or with a basis ||X*||^2, in double precision."""
@@ -65,7 +91,7 @@ class LayerInputs:
         else:
             assert self.gram is not None
             drawn = gaussian_sketch_of_gram(self.gram, basis, width, generator)
-        return drawn * (self.total / self.seen) ** 0.5
+        return drawn.mul_((self.total / self.seen) ** 0.5)
 
     def principal(self, basis: Tensor) -> tuple[Tensor, Tensor]:
         """Left singular vectors and values of the columns taken of X* (FedProTIP eq. 7); those of rounding are 0."""

@@ -29,9 +29,6 @@ from fclmodels.settings import Settings as BaseSettings
 
 # TIP's basis among those of the layers, and the layer whose input it is of.
 FEATURES, LAST = "features", "heads.0"
-# Of an input that lies in the span a Gram matrix of float32 products leaves directions up to 3.5e-4 of its norm
-# (measured, d from 9 to 576). Where the residual is nothing else, the share of it that eq. 8 keeps would be noise.
-ROUNDING = 5e-4
 
 
 class FedProTIP(Tip):
@@ -123,7 +120,10 @@ class FedProTIP(Tip):
         network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
         bases, layers = payload["bases"].tensors, self._all_layers(network)
         layer_of = {name: LAST if name == FEATURES else name for name in bases}
-        inputs = self.observe(client, network, {layer: layers[layer] for layer in layer_of.values()})
+        # Eq. 8 is about the singular values of the m_s columns, which a Gram matrix would square.
+        inputs = self.observe(
+            client, network, {name: layers[name] for name in layer_of.values()}, self.settings.patches or 0
+        )
         memory = self.remembering(client, inputs[LAST]) if self.settings.tip else client.memory
         return Reply(self.core_bases(client, {name: inputs[layer_of[name]] for name in bases}, bases)), memory
 
@@ -138,7 +138,11 @@ class FedProTIP(Tip):
             U, sigma = seen.principal(bases[name])
             U = U[:, : self._rank(name, seen, bases[name], sigma, client.task)]
             width = self.settings.sketch_width or seen.width
-            directions[name] = gaussian_sketch(U * sigma[: U.shape[1]], width, random) if sketch else U.contiguous()
+            scaled = U * sigma[: U.shape[1]] * (seen.total / seen.seen) ** 0.5
+            if sketch:
+                directions[name] = gaussian_sketch(scaled, width, random)
+            else:  # of the features the server takes the leading directions, of all else the union
+                directions[name] = scaled if name == FEATURES else U.contiguous()
             squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
             columns[name] = torch.tensor([seen.seen, seen.total])
         found = Part("sketch", directions) if sketch else Part("basis", directions, "each")
@@ -146,13 +150,10 @@ class FedProTIP(Tip):
 
     def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
         threshold = self.settings.tip_threshold if name == FEATURES else self.threshold(task)
-        energy = seen.energy()
         if self.settings.rank_rule == "residual-mass":
-            rank = residual_mass(sigma, threshold)
-        else:
-            rank = total_energy(sigma, seen.energy(basis) / energy if energy else 0.0, threshold)
-        above_rounding = sigma.double().square() > ROUNDING**2 * energy * seen.seen / seen.total
-        return min(rank, int(above_rounding.sum()))
+            return residual_mass(sigma, threshold)
+        energy = seen.energy()
+        return total_energy(sigma, seen.energy(basis) / energy if energy else 0.0, threshold)
 
 
 def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

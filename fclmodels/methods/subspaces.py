@@ -41,7 +41,8 @@ class Subspaces(FedAvg):
             None, description="blocks of the backbone that are protected; none: all that are not frozen"
         )
         head: Literal["auto", "protected", "free"] = Field(
-            "auto", description="whether the head is protected; auto: where tasks share its rows, as permuted pixels do"
+            "auto",
+            description="whether the head is protected; auto: where all tasks have the same classes",
         )
 
     settings: Settings
@@ -99,11 +100,15 @@ class Subspaces(FedAvg):
 
     @property
     def _protects_the_head(self) -> bool:
-        """Where tasks share its rows, or as set; a head of one task's own moves in that task only."""
+        """Where all tasks have the same rows, or as set; a head of one task's own moves in that task only.
+
+        Where only some classes come again, the rows of new ones must learn from features that earlier tasks had too.
+        """
         if self.run.spec(1).head == "per-task":
             return False
-        classes = [label for task in self.run.splits.tasks for label in task.classes]
-        return {"auto": len(set(classes)) < len(classes), "protected": True, "free": False}[self.settings.head]
+        classes = [set(task.classes) for task in self.run.splits.tasks]
+        same = len(classes) > 1 and all(of_task == classes[0] for of_task in classes)
+        return {"auto": same, "protected": True, "free": False}[self.settings.head]
 
     def _refuse_unknown_blocks(self, network: Network) -> None:
         for block in self.settings.protect or ():
@@ -115,7 +120,9 @@ class Subspaces(FedAvg):
     def threshold(self, task: int) -> float:
         return min(1.0, self.settings.threshold + self.settings.threshold_step * task)
 
-    def observe(self, client: Client, network: Network, layers: dict[str, Layer]) -> dict[str, LayerInputs]:
+    def observe(
+        self, client: Client, network: Network, layers: dict[str, Layer], kept: int = 0
+    ) -> dict[str, LayerInputs]:
         """What these layers see of the client's images, or of some of them."""
         rows, random = client.rows, client.generator("observe")
         if self.settings.samples is not None and self.settings.samples < len(rows):
@@ -126,7 +133,7 @@ class Subspaces(FedAvg):
             for batch in self.run.batches.ordered(rows, BATCH):
                 yield batch.inputs
 
-        return observe(network, layers, inputs(), len(rows), self.settings.patches, random)
+        return observe(network, layers, inputs(), len(rows), self.settings.patches, random, kept)
 
     def extended(self, server: Server, directions: Bases, **facts: Any) -> Server:
         """The server whose bases cover these directions {layer: [d, k]} too; facts join its knowledge."""

@@ -1,7 +1,8 @@
 """Task identity prediction (TIP) of FedProTIP, section 4.4: what clients and server gather for a Router.
 
-After task t the clients' directions of the features (the last layer's input, uncentred) outside U_1..U_{t-1} become
-U_t. A reference omega^(tau,t) is the root mean square length of a client's features of task tau on U_t (eq. 10). For a
+After task t each client sends U_k diag(sigma_k), the directions of its features (the last layer's input, uncentred)
+outside U_1..U_{t-1}, as long as its features are in them together. U_t is made of those that lead over all clients. A
+reference omega^(tau,t) is the root mean square length of a client's features of task tau on U_t (eq. 10). For a
 later t it needs features that are gone: their second moment, which the client keeps, gives it exactly.
 
 knowledge: `tip`, a Router's tree, and the `clients` that its references are from ([0] for their mean).
@@ -20,32 +21,49 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.prediction import Prediction
+from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory, Predictor
 from fclmodels.methods.projected import Projected
 from fclmodels.methods.subspaces import Bases
 from fclmodels.numerics.relevance import Router
 from fclmodels.numerics.subspace import extend
+from fclmodels.settings import Settings as BaseSettings
 
 REFERENCES = "references"
 
 
 class Tip(Projected):
     class Settings(Projected.Settings):
-        tip: bool = Field(True, description="predict tasks; false: FedProTIP(-t)")
+        tip: bool = Field(
+            True,
+            description="predict tasks, with a head each under model.head: auto; false: FedProTIP(-t)",
+        )
         tip_rank: PositiveInt | None = Field(
-            10, description="directions of the features that stand for a task; none: all that clients find"
+            10, description="leading directions of the features that stand for a task; none: all that clients find"
         )
         tip_threshold: float = Field(
-            0.7, gt=0, le=1, description="share of its features that a client's directions keep, by rank_rule"
+            0.7,
+            gt=0,
+            le=1,
+            description="share of the residual's singular values that a client's directions of the features keep",
         )
         tip_later: Literal["moments", "zero"] = Field(
             "moments", description="references on later tasks: by second moments that clients keep, or taken as 0"
         )
         tip_reference: Literal["each", "mean"] = Field("each", description="each client votes, or their mean reference")
-        tip_voters: PositiveInt | None = Field(None, description="clients that give references, at random; none: all")
+        tip_voters: PositiveInt | None = Field(
+            None, description="clients that give references of a task, at random; none: all of its clients"
+        )
 
     settings: Settings
+
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        super().__init__(settings, run)
+        if self.settings.tip and run.params.model.head == "auto" and self.tasks_have_the_same_classes:
+            # In a head that tasks share in full, a predicted task would change no answer.
+            model = run.params.model.model_copy(update={"head": "per-task"})
+            self.run = replace(run, params=run.params.model_copy(update={"model": model}))
 
     # On the server.
 
@@ -59,14 +77,14 @@ class Tip(Projected):
         bases = [*_tip(server)["bases"], self._task_basis(self.known_features(server), found)]
         clients = self.voters(server.task)
         moments = self.settings.tip_later == "moments"
-        asked = [client for client in clients if moments or client in cohort.clients]
+        asked = clients if moments else self.witnesses(server.task)
         answers = self._ask(cohort, bases, asked) if asked else {}
         clients = clients if self._votes else [0]
         tip = {"clients": clients, **_merged(_tip(server), clients, bases, answers).to_tree()}
         return replace(server, knowledge={**server.knowledge, "tip": tip})
 
     def _task_basis(self, known: Tensor, found: Sequence[Tensor]) -> Tensor:
-        """U_t [F, r_t], orthogonal to earlier tasks'. `extend` puts first what most of the clients share."""
+        """U_t [F, r_t], orthogonal to earlier tasks': `extend` puts first where what clients found is longest."""
         fresh = extend(known, torch.cat(list(found), dim=1))[:, known.shape[1] :]
         return fresh[:, : self.settings.tip_rank].contiguous()
 
@@ -84,16 +102,20 @@ class Tip(Projected):
         return self.settings.tip_reference == "each"
 
     def voters(self, task: int) -> list[int]:
-        """The clients that give references: of those that had data so far, the first in a fixed random order."""
-        able = {client for earlier in range(task + 1) for client in self.participants(earlier)}
+        """The clients that give references of some task so far."""
+        return sorted({client for earlier in range(task + 1) for client in self.witnesses(earlier)})
+
+    def witnesses(self, task: int) -> list[int]:
+        """Of a task's clients, those that give references of it: the first in a fixed random order."""
+        able = set(self.participants(task))
         order = torch.randperm(self.run.splits.clients, generator=self.run.generator("voters")).tolist()
-        return sorted([client for client in order if client in able][: self.settings.tip_voters])
+        return [client for client in order if client in able][: self.settings.tip_voters]
 
     # On a client.
 
     def remembering(self, client: Client, features: LayerInputs) -> Memory:
         """Its memory with the second moment of this task's features, where it is to give references."""
-        if client.index not in self.voters(client.task):
+        if client.index not in self.witnesses(client.task):
             return client.memory
         moments = {**client.memory.get("moments", {}), str(client.task): second_moment(features)}
         return {**client.memory, "moments": moments}

@@ -1,8 +1,5 @@
 """Products with symmetric and triangular matrices in blocks: about half of the arithmetic is never done."""
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
 from fclmodels.numerics.products import product
@@ -32,11 +29,13 @@ def mirror(total: Tensor) -> None:
         total[low:high, :low] = total[:low, low:high].T
 
 
-def lower_times(F: Tensor, Z: Tensor) -> Tensor:
-    """F Z for a lower triangular F [d, d]."""
-    return torch.cat([product(F[low:high, :high], Z[:high]) for low, high in _blocks(len(F))])
+def lower_times_(F: Tensor, Z: Tensor) -> Tensor:
+    """F Z for a lower triangular F [d, d], written over Z."""
+    # From the last rows on, which those above them do not need.
+    for low, high in reversed(_blocks(len(F))):
+        Z[low:high] = product(F[low:high, :high], Z[:high])
+    return Z
 
 
-def _blocks(d: int) -> Iterator[tuple[int, int]]:
-    for low in range(0, d, BLOCK):
-        yield low, min(low + BLOCK, d)
+def _blocks(d: int) -> list[tuple[int, int]]:
+    return [(low, min(low + BLOCK, d)) for low in range(0, d, BLOCK)]

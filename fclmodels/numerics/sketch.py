@@ -7,13 +7,14 @@ X X^T it is the same in law, at a cost that does not grow with the number of col
 import torch
 from torch import Tensor
 
-from fclmodels.numerics.gram import lower_times
+from fclmodels.numerics.gram import lower_times_
 from fclmodels.numerics.products import product
 from fclmodels.numerics.subspace import residual
 
 # The Gram matrix of dependent columns is only semidefinite, and but for rounding: as much is added to its diagonal,
 # in shares of the mean, as lets Cholesky succeed.
 JITTERS = (1e-10, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+PART = 1024
 
 
 def gaussian_sketch(X: Tensor, width: int, generator: torch.Generator) -> Tensor:
@@ -24,7 +25,11 @@ def gaussian_sketch(X: Tensor, width: int, generator: torch.Generator) -> Tensor
 def gaussian_sketch_of_gram(gram: Tensor, basis: Tensor, width: int, generator: torch.Generator) -> Tensor:
     """P F Z [d, width] with P = I - O O^T and F F^T = X X^T [d, d] (+ jitter): in law the sketch of X* = P X."""
     F = _factor(gram).to(basis.dtype)
-    return residual(lower_times(F, _normal(len(gram), width, generator, basis)), basis)
+    drawn = lower_times_(F, _normal(len(gram), width, generator, basis))
+    # In parts, since a sketch may be the largest matrix of all.
+    for part in drawn.split(PART, dim=1):
+        part.copy_(residual(part, basis))
+    return drawn
 
 
 def _factor(gram: Tensor) -> Tensor:

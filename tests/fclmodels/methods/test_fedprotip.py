@@ -1,6 +1,5 @@
 """FedProTIP's exchanges at the end of a task, against NumPy on what the clients' layers really saw."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callab
                 assert_allclose(projector(found), projector(U[:, :rank]), atol=1e-4)
                 squares = reply.parts["spectra"].tensors[name]
                 assert_allclose(squares[: len(sigma)].sqrt(), sigma, atol=1e-4 * sigma[0])
-                assert not squares[len(sigma) :].any()
+                assert_allclose(squares[len(sigma) :], 0, atol=1e-8 * sigma[0] ** 2)
 
 
 def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, after_each_task: Callable) -> None:
@@ -150,6 +149,11 @@ def test_the_sequential_bases_cover_every_client_up_to_the_threshold(method_of: 
                 assert (inside**2).sum() >= 0.9 * (X**2).sum() * (1 - 1e-6)
 
 
+def of_length_one(directions: np.ndarray) -> np.ndarray:
+    """Directions of the features come with their singular values."""
+    return directions / np.linalg.norm(directions, axis=0)
+
+
 def test_sketches_as_wide_as_the_layer_span_the_union(method_of: Callable, federate: Callable) -> None:
     """eq. 40, and what the server may see of it: sums only."""
     methods = [method_of(Recording, *MLP, threshold=0.4, exchange=kind) for kind in ("bases", "sketch")]
@@ -161,7 +165,7 @@ def test_sketches_as_wide_as_the_layer_span_the_union(method_of: Callable, feder
         part = reply.parts["directions"]
         assert (part.kind, part.least) == ("sketch", "sum")
         for name, sketch in part.tensors.items():
-            U = methods[0].those("bases", 0)[client][0].parts["directions"].tensors[name].numpy()
+            U = of_length_one(methods[0].those("bases", 0)[client][0].parts["directions"].tensors[name].numpy())
             assert sketch.shape == (len(U), len(U))
             assert_allclose(sketch.numpy() - projector(U) @ sketch.numpy(), 0, atol=1e-4 * float(sketch.norm()))
 
@@ -312,18 +316,33 @@ def test_voters_are_a_fixed_part_of_those_that_took_part(
     splits = splits_of(tasks=3, train=MISSING)
     method = method_of(Recording, *MLP, splits=splits, tip_voters=2)
     tips = [server.knowledge["tip"] for server in after_each_task(method)]
-    assert all(len(tip["clients"]) == 2 for tip in tips)
-    assert set(tips[0]["clients"]) < {0, 1, 3}  # client 2 comes in the second task
-    assert tips[1]["clients"] == tips[2]["clients"] == method.voters(2)
-    everyone = {client for _, client in MISSING}
-    asked = Counter(client for question, client, *_ in method.answers if question == "references")
-    assert set(asked) < everyone
+    assert [len(method.witnesses(task)) for task in range(3)] == [2, 2, 2]
+    for task, tip in enumerate(tips):
+        assert tip["clients"] == method.voters(task)
+        known = {(client, t) for client, row in zip(tip["clients"], tip["known"], strict=True) for t in row.nonzero()}
+        assert {(client, int(t)) for client, t in known} == {
+            (client, t) for t in range(task + 1) for client in method.witnesses(t)
+        }
+    asked = {client for question, client, *_ in method.answers if question == "references"}
     kept = {client for _, client, _, _, memory in method.answers if "moments" in memory}
-    assert kept == set(asked)
+    assert kept == asked == set(method.voters(2))
     other = method_of(Recording, *MLP, splits=splits, tip_voters=2, seed=3)
     assert [method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).voters(2) for s in range(5)] != [
         other.voters(2)
     ] * 5
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_tasks_basis_holds_the_leading_directions_of_all_clients(clients: int, method_of: Callable) -> None:
+    """Each client has two strong directions of its own and many weak ones; with unit vectors all would be alike."""
+    method = method_of(FedProTIP, tip_rank=2 * clients)
+    Q = np.linalg.qr(np.random.default_rng(0).normal(size=(30, 30)))[0]
+    strong, weak = Q[:, : 2 * clients], Q[:, 2 * clients :]
+    found = [
+        torch.from_numpy(np.hstack([0.1 * weak, 5.0 * strong[:, 2 * k : 2 * k + 2]])).float() for k in range(clients)
+    ]
+    basis = method._task_basis(torch.zeros(30, 0), found).numpy()
+    assert_allclose(projector(basis), strong @ strong.T, atol=1e-4)
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3])

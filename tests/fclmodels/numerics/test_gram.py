@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fclmodels.numerics.gram import BLOCK, add_gram, gram_of, lower_times, mirror
+from fclmodels.numerics.gram import BLOCK, add_gram, gram_of, lower_times_, mirror
 
 WIDTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7)
 
@@ -45,4 +45,6 @@ def test_the_sum_keeps_what_float32_would_lose():
 @pytest.mark.parametrize("d", WIDTHS)
 def test_lower_triangular_products(d):
     F, Z = np.tril(drawn(d, d)), drawn(d, 5)
-    np.testing.assert_allclose(lower_times(torch.from_numpy(F), torch.from_numpy(Z)), F @ Z, atol=1e-12)
+    given = torch.from_numpy(Z.copy())
+    assert lower_times_(torch.from_numpy(F), given) is given
+    np.testing.assert_allclose(given, F @ Z, atol=1e-12)
