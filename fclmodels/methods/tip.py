@@ -21,24 +21,19 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.prediction import Prediction
-from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory, Predictor
 from fclmodels.methods.projected import Projected
 from fclmodels.methods.subspaces import Bases
 from fclmodels.numerics.relevance import Router
 from fclmodels.numerics.subspace import extend
-from fclmodels.settings import Settings as BaseSettings
 
 REFERENCES = "references"
 
 
 class Tip(Projected):
     class Settings(Projected.Settings):
-        tip: bool = Field(
-            True,
-            description="predict tasks, with a head each under model.head: auto; false: FedProTIP(-t)",
-        )
+        tip: bool = Field(True, description="predict tasks; false: FedProTIP(-t)")
         tip_rank: PositiveInt | None = Field(
             10, description="leading directions of the features that stand for a task; none: all that clients find"
         )
@@ -57,13 +52,6 @@ class Tip(Projected):
         )
 
     settings: Settings
-
-    def __init__(self, settings: BaseSettings, run: Run) -> None:
-        super().__init__(settings, run)
-        if self.settings.tip and run.params.model.head == "auto" and self.tasks_have_the_same_classes:
-            # In a head that tasks share in full, a predicted task would change no answer.
-            model = run.params.model.model_copy(update={"head": "per-task"})
-            self.run = replace(run, params=run.params.model_copy(update={"model": model}))
 
     # On the server.
 

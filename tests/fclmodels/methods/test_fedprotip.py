@@ -81,7 +81,9 @@ def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callab
                 U, sigma, _ = np.linalg.svd(X - basis @ (basis.T @ X), full_matrices=False)
                 rank = mass_rank(sigma, share)
                 assert found.shape[1] == rank
-                assert_allclose(projector(found), projector(U[:, :rank]), atol=1e-4)
+                lengths = sigma[:rank] if name == "features" else 1  # nothing was left out: all columns were taken
+                assert_allclose(np.linalg.norm(found, axis=0), lengths, rtol=1e-3)
+                assert_allclose(projector(of_length_one(found.numpy())), projector(U[:, :rank]), atol=1e-4)
                 squares = reply.parts["spectra"].tensors[name]
                 assert_allclose(squares[: len(sigma)].sqrt(), sigma, atol=1e-4 * sigma[0])
                 assert_allclose(squares[len(sigma) :], 0, atol=1e-8 * sigma[0] ** 2)
