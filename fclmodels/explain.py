@@ -16,7 +16,7 @@ class Setting:
 
     path: str
     kinds: tuple[str, ...]  # the plugins that have it; empty: all of them, or no plugin's matter
-    type: str
+    type: str  # or the values that it may have
     default: Any
     allowed: str  # the end of the sentence "it must be ..."
     description: str
@@ -103,6 +103,10 @@ def _type(schema: dict[str, Any]) -> str:
             return " | ".join(dict.fromkeys(map(_type, branches)))
         case {"type": "array"}:
             return f"list[{' | '.join(dict.fromkeys(map(_type, _items(schema))))}]"
+        case {"enum": values}:
+            return " | ".join(map(str, values))
+        case {"const": value}:
+            return str(value)
         case {"format": "path"}:
             return "path"
         case {"type": kind}:

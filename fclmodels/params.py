@@ -119,7 +119,9 @@ class _Check:
         except ValidationError as error:
             for key, details in groupby(error.errors(include_url=False), key=lambda detail: detail["loc"][:1]):
                 path = (*keys, *map(str, key))
-                self.refuse(path, self.message(path, given.get(path[-1]) if path else None, cls, list(details)))
+                place = self.written.place(path) if key else self.written.whole(keys)
+                told = self.message(path, given.get(path[-1]) if path else None, cls, list(details))
+                self.problems.append((place, told))
             return None
 
     def message(self, keys: Keys, value: Any, cls: type[Settings], details: list[ErrorDetails]) -> str:
@@ -133,7 +135,8 @@ class _Check:
         if kind == "value_error":
             return f"{path} is {shown(value)}: {first['ctx']['error']}"
         right = next(row.allowed for row in describe(cls) if row.path == keys[-1])
-        if whole and kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        limits = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+        if whole and kind in limits and not right.endswith(", or null"):
             right = first["msg"].removeprefix("Input should be ")
         return f"{path} is {shown(value)}; it must be {right}."
 

@@ -70,7 +70,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
     if router := experiment.method.router(server):
         state.save(router.to_tree(), folder / "model" / "router.safetensors")
     for outcome in outcomes:
-        if knowledge := store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None:
+        knowledge = store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None
+        if state.flatten(knowledge)[1]:
             state.save(knowledge, folder / "knowledge" / f"task-{outcome['task']:02d}.safetensors")
     origin = _preset(experiment)
     state.write_json(folder / "settings.json", {**experiment.settings, **origin})

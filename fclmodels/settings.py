@@ -30,8 +30,8 @@ class Settings(BaseModel):
 class SourceSettings(Settings):
     source: str = Field("digits", description="where the samples come from: fcl list sources")
     root: Path = Field(Path("data/raw"), description="folder of the raw files (not read by embedded sources)")
-    size: PositiveInt | None = Field(None, description="side in pixels that images are resized to; none: as they are")
-    channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; none: as they are")
+    size: PositiveInt | None = Field(None, description="side in pixels that images are resized to; null: as they are")
+    channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null: as they are")
     skip_bad: bool = Field(False, description="leave out unreadable images and empty classes instead of refusing them")
     mean: tuple[float, ...] = Field(
         (0.5,), description="subtracted from pixels in 0..1, one for all channels or one each"
@@ -80,7 +80,7 @@ class FederationSettings(Settings):
         description="shrinks the rounds of every task, to at least 1; what is left of them is in the result",
     )
     clients_per_round: PositiveInt | None = Field(
-        None, description="clients sampled each round; none: all that have the task's data"
+        None, description="clients sampled each round; null: all that have the task's data"
     )
     local_epochs: PositiveInt = Field(1, description="epochs over its samples that a client trains in a round")
     batch_size: PositiveInt = Field(32, le=1_000_000, description="samples a local step")
@@ -92,7 +92,7 @@ class FederationSettings(Settings):
     executor: Literal["auto", "serial", "processes"] = Field(
         "auto", description="where clients run; auto measures before round 1 and keeps its choice"
     )
-    workers: PositiveInt | None = Field(None, le=256, description="worker processes; none: one a core")
+    workers: PositiveInt | None = Field(None, le=256, description="worker processes; null: one a core")
     threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         1, description="torch threads of the serial executor or of each worker; enters every cache key"
     )
@@ -130,13 +130,19 @@ class AugmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    batch_size: PositiveInt = Field(256, le=1_000_000, description="samples an evaluation batch")
+    batch_size: PositiveInt = Field(
+        256, le=1_000_000, description="samples an evaluation batch; it changes the readings that route whole batches"
+    )
 
 
 class MonitorSettings(Settings):
     """They look on and change no result."""
 
-    used_share: bool = Field(False, description="share of each protected layer's input space in use, after each task")
+    used_share: bool = Field(
+        False,
+        description="share of each protected layer's input space in use, after each task, where the server has the "
+        "bases (not gpm)",
+    )
     gradients: bool = Field(
         False,
         description="an oracle that reads old tasks' train data: gradient adequacy rho, interference beta, and the "
@@ -170,7 +176,7 @@ class PaperTable(Settings):
 
 
 class PresetSettings(Settings):
-    name: str | None = Field(None, description="name of the preset; none: these settings are nobody's preset")
+    name: str | None = Field(None, description="name of the preset; null: these settings are nobody's preset")
     paper: str = Field("", description="the paper whose settings these are")
     needs: tuple[str, ...] = Field((), description="what has to be there before it can run")
     note: str = Field("", description="where it differs from the paper")
@@ -182,7 +188,7 @@ class PresetSettings(Settings):
 
 class TrackingSettings(Settings):
     uri: str = Field("sqlite:///mlflow.db", description="MLflow's store or server")
-    experiment: str | None = Field(None, description="MLflow experiment; none: named after source and stream")
+    experiment: str | None = Field(None, description="MLflow experiment; null: named after source and stream")
 
 
 class Params(Settings):

@@ -6,6 +6,7 @@ sees the same values: `no` is a word and 1e-3 is a number.
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ class Written:
     def place(self, keys: Keys) -> Place:
         """The place of a setting, or that of what it would stand in."""
         return next(self.places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.places)
+
+    def whole(self, keys: Keys) -> Place:
+        """The place of a block, and the overrides of what stands in it."""
+        place = self.place(keys)
+        inside = sorted(p for k, p in self.places.items() if p.override and k[: len(keys)] == keys)
+        return replace(place, text=", ".join(dict.fromkeys([place.text, *(p.text for p in inside)])))
 
     def read_file(self, path: Path) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,15 +112,9 @@ def run(
     if json:
         terminal.show_json(result)
     else:
-        shown = ("acc", "learning_acc", "ft", "avg", "worst_acc")
-        terminal.show(
-            [
-                {"reading": reading.replace("_", "-")}
-                | {n.replace("_", " "): terminal.percent(values[n]) for n in shown}
-                for reading, values in result["metrics"].items()
-            ],
-            as_json=False,
-        )
+        from flows.side_by_side import show_run
+
+        show_run(result)
         terminal.tell(
             f"{out}: {result['seconds']:.1f} s of training and evaluation, {terminal.size(result['bytes_up'])} up",
             quiet,
@@ -173,19 +168,22 @@ def preset(
     quiet: Quiet = False,
 ) -> None:
     """Run a paper's setting, data to report, and show it beside the paper's figures; without a name, list them."""
-    from flows.preset_list import every, file_of, row
+    from flows.preset_list import PRESETS, every, file_of, row
 
     if name is None:
         blocks = every()
         if json:
             terminal.show_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
         else:
-            terminal.show([row(p, e.methods) for p, e in blocks], as_json=False)
+            for paper, of_paper in groupby((preset for preset, _ in blocks), key=lambda preset: preset.paper):
+                terminal.show([row(preset) for preset in of_paper], as_json=False, title=paper)
+            terminal.tell(f"all of it: {PRESETS}/NAME.yaml")
         return
-    lists = [f"experiment.{key}=[{text}]" for key, text in (("methods", methods), ("seeds", seeds)) if text]
+    lists = [f"experiment.{key}=[{text}]" for key, text in (("methods", methods), ("seeds", seeds)) if text is not None]
     overrides = [f"federation.rounds_scale={scale}", *lists, *overrides]
     runs = _start("preset", "preset", file_of(name), overrides, name=name, out=out / name, quiet=quiet)
     compare(runs, json=json)
+    terminal.tell(str(out / name / "report" / "index.html"), quiet)
 
 
 @app.command()
@@ -211,13 +209,24 @@ def explain(
     json: Json = False,
 ) -> None:
     """Explain the settings: type, default, meaning."""
+    from fclmodels import plugins
+    from fclmodels.errors import shown
     from fclmodels.params import explain as settings
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"setting": s.path, "of": ", ".join(s.kinds), "type": s.type, "default": s.default, "meaning": s.description}
         for s in settings(name)
     ]
-    terminal.show(rows, json)
+    if json:
+        terminal.show_json(rows)
+        return
+    of_one = any(name in plugins.all_of(kind) for kind in KINDS.values())
+    for row in rows:
+        if of_one:
+            del row["of"]
+        if not isinstance(row["default"], str):
+            row["default"] = shown(row["default"])
+    terminal.show(rows, as_json=False)
 
 
 @app.command("list")

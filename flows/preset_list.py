@@ -1,12 +1,12 @@
 """The presets of a project: files of settings that mimic a paper, each with the paper's figures in it."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fclmodels.errors import UserError, did_you_mean
 from fclmodels.params import preset_of
-from fclmodels.settings import ExperimentSettings, PaperTable, PresetSettings
+from fclmodels.settings import ExperimentSettings, PresetSettings
 
 PRESETS = Path("presets")
 
@@ -23,14 +23,10 @@ def every() -> list[tuple[PresetSettings, ExperimentSettings]]:
     return [preset_of(path) for path in _files()]
 
 
-def row(preset: PresetSettings, methods: Sequence[str]) -> dict[str, Any]:
-    """A preset in a list, with the paper's figures of these methods as it runs them."""
-    tables = [table for table in preset.figures if not table.where]
-    return {
-        "preset": preset.name,
-        "the paper's accuracy / forgetting, in %": "\n".join(filter(None, (_figures(t, methods) for t in tables))),
-        "needs": "\n".join(preset.needs),
-    }
+def row(preset: PresetSettings) -> dict[str, Any]:
+    """A preset on one line of 80 columns; its file says where what it needs has to be."""
+    needs = ", ".join(need.partition(" as ")[0] for need in preset.needs)
+    return {"preset": preset.name, "needs": shorten(needs, 51, placeholder=" ...")}
 
 
 def _files() -> list[Path]:
@@ -38,13 +34,3 @@ def _files() -> list[Path]:
     if not files:
         raise UserError(f"{PRESETS}: no presets here. Work in the project's folder, which holds them.")
     return files
-
-
-def _figures(table: PaperTable, methods: Sequence[str]) -> str:
-    rows = {
-        method: dict(zip(table.columns, row, strict=True)) for method, row in table.rows.items() if method in methods
-    }
-    texts = [
-        f"{method} {' / '.join(f'{of[c]:g}' for c in ('acc', 'ft', 'fgt') if c in of)}" for method, of in rows.items()
-    ]
-    return f"{table.reading.replace('_', '-')}: {', '.join(texts)} ({table.table})" if texts else ""

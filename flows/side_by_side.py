@@ -1,6 +1,7 @@
 """Tables of several runs as the commands print them."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import polars as pl
 
 from fclmodels import report
+from fclmodels.report import words
 from fclmodels.report.presets import Figure
+from fclmodels.report.runs import batch_size
 from flows import terminal
 
 MB = 1e6
@@ -21,14 +24,28 @@ TITLES = {
 }
 
 
+def show_run(result: dict[str, Any]) -> None:
+    """A run's metrics by reading, and what a reader must know."""
+    shown = ("acc", "learning_acc", "ft", "avg", "worst_acc")
+    rows = [
+        {"reading": reading.replace("_", "-")}
+        | {name.replace("_", " "): terminal.percent(values[name]) for name in shown}
+        for reading, values in result["metrics"].items()
+    ]
+    terminal.show(rows, as_json=False)
+    for note in words.notes(result):
+        terminal.tell(note)
+
+
 def show_comparison(runs: Sequence[Path]) -> None:
     """Methods by reading, with the paper's rows below where the runs are of a preset, and what a reader must know."""
     groups = report.grouped(report.read_runs(runs))
-    table, papers = report.compare(groups).to_dicts(), report.published(groups).values()
-    by_fgt = any("fgt" in figure.values for readings in papers for of in readings.values() for figure in of)
+    table, papers = report.compare(groups).to_dicts(), report.published(groups)
+    by_fgt = any("fgt" in figure.values for figures in papers.values() for figure in figures)
     shown = {"acc": "accuracy", "learning_acc": "right after"}
     shown |= {"fgt": "forgetting (FGT)"} if by_fgt else {"ft": "forgetting"}
-    for reading in dict.fromkeys(row["reading"] for row in table):
+    readings = dict.fromkeys(row["reading"] for row in table)
+    for reading in readings:
         rows = [
             {"method": row["method"], "seeds": row["seeds"]}
             | {title: terminal.percent(row[name], row[f"{name}_std"]) for name, title in shown.items()}
@@ -36,30 +53,40 @@ def show_comparison(runs: Sequence[Path]) -> None:
             for row in table
             if row["reading"] == reading
         ]
-        rows += [_paper_row(figure, shown) for readings in papers for figure in readings.get(reading, ())]
+        rows += [_paper_row(figure, shown) for figure in papers.get(reading, ())]
         terminal.show(rows, as_json=False, title=f"{reading.replace('_', '-')}, in %")
-    for note in report.shrunk(groups):
+    for note in filter(None, (words.by_batch(readings, batch_size(groups)), *report.shrunk(groups))):
         terminal.tell(note)
 
 
 def show_traffic(table: pl.DataFrame) -> None:
-    """MB of what one client sends, receives or keeps at a time, a column a task; `times`: how often in a task."""
-    tasks = table["task"].unique().sort().to_list()
-    for when, part in groupby(table.to_dicts(), key=itemgetter("when")):
+    """MB of what one client sends, receives or keeps at a time, a column a task; `times`: how often in a task.
+
+    A part that shows as 0.000 throughout is left out.
+    """
+    tasks, names = table["task"].unique().sort().to_list(), _names(table["run"].unique())
+    largest = pl.col("bytes_each").max().over("when", "direction", "kind")
+    seen = table.filter(largest / MB >= 0.0005)
+    for when, part in groupby(seen.to_dicts(), key=itemgetter("when")):
         rows = []
         for (direction, kind, run), of_run in groupby(part, key=itemgetter("direction", "kind", "run")):
             of_task = {row["task"]: row for row in of_run}
             times = fmean(row["times"] for row in of_task.values())
             sizes = {str(t): f"{of_task[t]['bytes_each'] / MB:.3f}" if t in of_task else None for t in tasks}
-            rows.append({"": direction, "kind": kind, "run": run, "times": f"{times:.3g}", **sizes})
+            rows.append({"": direction, "kind": kind, "run": names[run], "times": f"{times:.3g}", **sizes})
         terminal.show(rows, as_json=False, title=f"{TITLES[when]}: MB each time, by task")
+    if len(seen) < len(table):
+        terminal.tell("Parts that would show as 0.000 are left out; --json has them.")
+
+
+def _names(runs: Iterable[str]) -> dict[str, str]:
+    """Of each run's folder, what is below the folder that they all lie in."""
+    folders = {run: os.path.abspath(run) for run in runs}
+    shared = os.path.commonpath([os.path.dirname(folder) for folder in folders.values()])
+    return {run: os.path.relpath(folder, shared) for run, folder in folders.items()}
 
 
 def _paper_row(figure: Figure, shown: dict[str, str]) -> dict[str, Any]:
     """A row of the comparison; a paper that gives another forgetting than the column's has none in it."""
-    shares = {name: value / 100 for name, value in figure.values.items()}
-    return {
-        "method": f"paper: {figure.title}",
-        "seeds": None,
-        **{column: terminal.percent(shares.get(name), shares.get(f"{name}_std")) for name, column in shown.items()},
-    }
+    figures = {column: figure.text(name) for name, column in shown.items()}
+    return {"method": f"paper: {figure.title}", "seeds": None, **figures}

@@ -12,16 +12,30 @@ Row = dict[str, Any]
 
 
 def show(rows: Sequence[Row], as_json: bool, title: str | None = None) -> None:
-    """The rows as a table whose columns are the keys of the first one, or as a JSON list."""
+    """The rows as a table whose columns are the keys of the first one, or as a JSON list.
+
+    A column of single words is never broken: where the terminal is too narrow, lines run over its edge.
+    """
     if as_json:
         show_json(rows)
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for name, value in rows[0].items() if rows else ():
-        table.add_column(name, justify="right" if isinstance(value, int | float) else "left", overflow="fold")
+        cells = ["" if row.get(name) is None else str(row[name]) for row in rows]
+        words = not any(" " in cell for cell in cells)
+        table.add_column(
+            name,
+            justify="right" if isinstance(value, int | float) else "left",
+            no_wrap=words,
+            min_width=max(map(len, [name, *cells])) if words else None,
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    if title:
+        console.print(title, style="bold", soft_wrap=True)
+    console.print(table, crop=False)
 
 
 def show_json(content: Any) -> None:

@@ -15,6 +15,7 @@ from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import ColSpec, Schema, TensorSpec
 
 from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
+from fclmodels.report import words
 
 SERVED = Path(__file__).with_name("served.py")
 READING = "task_agnostic"
@@ -48,12 +49,12 @@ def log_artifacts(client: MlflowClient, run: str, folder: Path, splits: Path) ->
 def matrices_of(folder: Path) -> dict[str, Matrix]:
     """The accuracy matrix and, by each reading in which a method predicts tasks, which one was taken for which."""
     accuracies = matrix(pl.read_parquet(folder / "accuracy.parquet"), READING)
-    matrices = {"accuracy": Matrix(f"accuracy in %, {_written(READING)}", "tasks learned", 0, "task", accuracies)}
+    matrices = {"accuracy": Matrix(f"accuracy in %, {_title(READING)}", "tasks learned", 0, "task", accuracies)}
     if (folder / "confusion.parquet").is_file():
         confusion = pl.read_parquet(folder / "confusion.parquet")
         for reading in in_order(confusion["reading"]):
             shares = shares_of_rows(confusion_matrix(confusion, reading, accuracies.shape[1]))
-            title = f"% of a task's samples, {_written(reading)}"
+            title = f"% of a task's samples\n{_title(reading)}"
             matrices[f"confusion_{reading}"] = Matrix(title, "task", 1, "predicted task", shares)
     return matrices
 
@@ -62,7 +63,7 @@ def heat_map(shown: Matrix) -> Figure:
     height, width = shown.shares.shape
     figure = Figure(figsize=(1.5 + 0.7 * width, 1.2 + 0.5 * height), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(shown.shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    image = axes.imshow(100 * shown.shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for (row, column), value in np.ndenumerate(shown.shares):
         if not np.isnan(value):
             axes.text(
@@ -113,5 +114,6 @@ def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None
     client.log_outputs(run, [LoggedModelOutput(logged.model_id, step=0)])
 
 
-def _written(reading: str) -> str:
-    return reading.replace("_", "-")
+def _title(reading: str) -> str:
+    """As on the page."""
+    return words.reading(reading).title.lower()

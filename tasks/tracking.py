@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -23,6 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, Stage, digest_of
 from fclmodels.params import flat
+from fclmodels.report import words
 from fclmodels.settings import TrackingSettings
 from tasks.locking import locked
 
@@ -114,7 +115,11 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any], 
 
     now = time.time_ns() // 1_000_000
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
-    tracking.client.log_batch(tracking.id, metrics=[Metric(f"total/{n}", v, now, 0) for n, v in totals.items()])
+    metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
+    if "privacy" in result:
+        metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
+    tags = [RunTag(name, text) for name, text in _tags(result).items()]
+    tracking.client.log_batch(tracking.id, metrics=metrics, tags=tags)
     log_artifacts(tracking.client, tracking.id, folder, splits)
     tracking.client.set_terminated(tracking.id, "FINISHED")
 
@@ -167,6 +172,18 @@ def _origin() -> dict[str, str]:
         asked = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         tags["mlflow.source.git.commit"] = asked.stdout.strip()
     return {name: value for name, value in tags.items() if value}
+
+
+def _tags(result: dict[str, Any]) -> dict[str, str]:
+    """What only the result tells, where it does: whose preset, how many rounds of how many, privacy, a note."""
+    tags = {"mlflow.note.content": "\n\n".join(words.notes(result))}
+    if "preset" in result:
+        tags["preset"] = result["preset"]["name"]
+    if "scaled" in result:
+        tags["scaled"] = "{rounds} of {of} rounds".format(**{n: sum(counts) for n, counts in result["scaled"].items()})
+    if "privacy" in result:
+        tags["privacy"] = words.privacy(**result["privacy"])
+    return {name: text for name, text in tags.items() if text}
 
 
 def _of_rounds(rounds: pl.DataFrame) -> Iterator[tuple[int, str, float]]:

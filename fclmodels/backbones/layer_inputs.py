@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from fclmodels.numerics.gram import add_gram, mirror
-from fclmodels.numerics.products import product
+from fclmodels.numerics.products import STEP, filled, product
 from fclmodels.numerics.sketch import gaussian_sketch, gaussian_sketch_of_gram
 from fclmodels.numerics.subspace import principal, principal_of_gram, residual
 
-# Columns are folded in by so many, or d where that is more, and few ones are filled up with zeros to a multiple of
-# STEP: oneDNN compiles a kernel for each shape of a product and keeps it, half a megabyte, as long as the process runs.
-LUMP, STEP = 1024, 128
+# Columns are folded in by so many, or d where that is more.
+LUMP = 1024
 # Of float32 inputs that lie in a span, rounding leaves directions up to 3e-7 of ||X|| in columns, and up to 2.5e-4
 # in Gram matrices (measured, d from 9 to 2304): what is below this is no direction.
 ROUNDING_OF_COLUMNS, ROUNDING_OF_GRAM = 1e-6, 5e-4
@@ -20,11 +19,11 @@ ROUNDING_OF_COLUMNS, ROUNDING_OF_GRAM = 1e-6, 5e-4
 
 @dataclass
 class LayerInputs:
-    """A layer's input X over some samples: its columns [d, >= n] while they are few, else their Gram matrix X X^T.
+    """A layer's input X over some samples: its columns [d, n] while they are few, else their Gram matrix X X^T.
 
     seen: n, how many columns are taken; total: how many there are, for which energies and sketches stand.
     kept: up to so many are few, whatever d is.
-    Columns after the first n are 0.
+    Columns of zeros fill few ones up to a multiple of STEP (products.py).
     """
 
     width: int
@@ -81,7 +80,8 @@ class LayerInputs:
             assert self.gram is not None
             energy = float(self.gram.trace())
             if basis is not None:
-                energy -= float((basis * product(self.gram.to(basis.dtype), basis)).sum(dtype=torch.float64))
+                known = filled(basis)
+                energy -= float((known * product(self.gram.to(basis.dtype), known)).sum(dtype=torch.float64))
         return max(energy, 0.0) * self.total / self.seen
 
     def sketch(self, basis: Tensor, width: int, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fclmodels.backbones.capture import Layer
-from fclmodels.numerics.products import product
+from fclmodels.numerics.products import filled, product
 from fclmodels.numerics.subspace import complement, project
 
 
@@ -76,6 +76,7 @@ class Projection:
     """Keeps the training of a network clear of the spans of some of its layers; the others are free."""
 
     def __init__(self, layers: dict[str, Layer], bases: dict[str, Tensor], complements: dict[str, Tensor]) -> None:
+        bases, complements = ({name: filled(basis) for name, basis in side.items()} for side in (bases, complements))
         self.protected = {
             layer.weight: Protected(layer, bases.get(name), complements.get(name))
             for name, layer in layers.items()

@@ -35,7 +35,8 @@ class FedAvg(Method):
     class Settings(BaseSettings):
         batch_norm: Policy = Field(
             "average",
-            description="running statistics: averaged, kept by each client, none (batch), or frozen after task 1",
+            description="running statistics: average over clients; local: each client's own; batch: none; "
+            "frozen after task 1",
         )
 
     settings: Settings

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fclmodels.backbones.layer_inputs import LayerInputs
@@ -39,12 +39,13 @@ class FedProTIP(Tip):
 
     class Settings(Tip.Settings):
         threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
-        samples: PositiveInt | None = Field(1280, description="images a client looks at to find a basis; none: all")
+        samples: PositiveInt | None = Field(1280, description="images a client looks at to find a basis; null: all")
         patches: PositiveInt | None = Field(
-            512, description="m_s, random columns of each layer's input that a client takes; none: all"
+            512, description="m_s, random columns of each layer's input that a client takes; null: all"
         )
         rank_rule: Literal["residual-mass", "total-energy"] = Field(
-            "residual-mass", description="share of the residual's singular values (eq. 8), or of all energy (release)"
+            "residual-mass",
+            description="of layers: share of the residual's singular values (eq. 8); total-energy: of all (release)",
         )
         union: Literal["union", "sequential"] = Field(
             "union", description="all clients' bases; sequential: each client adds to the earlier ones' (release)"
@@ -52,10 +53,16 @@ class FedProTIP(Tip):
         exchange: Literal["bases", "sketch"] = Field(
             "bases", description="a client's bases, or a Gaussian sketch of them that is only summed (eq. 40)"
         )
-        sketch_width: PositiveInt | None = Field(None, description="columns of a sketch; none: the layer's d")
+        sketch_width: PositiveInt | None = Field(None, description="columns of a sketch; null: the layer's d")
         projection: Literal["local", "global"] = Field(
-            "local", description="of every local step, or only of the aggregated update (section 6.3)"
+            "local", description="of every local step; global: only of the aggregated update (section 6.3)"
         )
+
+        @model_validator(mode="after")
+        def _only_sketches_have_a_width(self) -> "FedProTIP.Settings":
+            if self.sketch_width is not None and self.exchange == "bases":
+                raise ValueError("sketch_width needs exchange: sketch.")
+            return self
 
     settings: Settings
 
@@ -128,7 +135,10 @@ class FedProTIP(Tip):
         return Reply(self.core_bases(client, {name: inputs[layer_of[name]] for name in bases}, bases)), memory
 
     def core_bases(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, Part]:
-        """Of each input: the leading directions outside its basis (eq. 6 to 8), or a sketch of them (eq. 40).
+        """Of each input: the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G (eq. 40).
+
+        Of the features U diag(sigma): kind and least are those of a basis, and it tells energies too. sigma is scaled
+        to all columns that there are, so that clients with more data count more.
 
         Besides, the squared singular values, filled up to d, and how many columns were taken of how many.
         """
@@ -139,17 +149,17 @@ class FedProTIP(Tip):
             U = U[:, : self._rank(name, seen, bases[name], sigma, client.task)]
             width = self.settings.sketch_width or seen.width
             scaled = U * sigma[: U.shape[1]] * (seen.total / seen.seen) ** 0.5
-            if sketch:
-                directions[name] = gaussian_sketch(scaled, width, random)
-            else:  # of the features the server takes the leading directions, of all else the union
-                directions[name] = scaled if name == FEATURES else U.contiguous()
+            found = scaled if name == FEATURES else U
+            directions[name] = gaussian_sketch(scaled, width, random) if sketch else found.contiguous()
             squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
             columns[name] = torch.tensor([seen.seen, seen.total])
-        found = Part("sketch", directions) if sketch else Part("basis", directions, "each")
-        return {"directions": found, "spectra": Part("statistics", squares), "columns": Part("count", columns)}
+        part = Part("sketch", directions) if sketch else Part("basis", directions, "each")
+        return {"directions": part, "spectra": Part("statistics", squares), "columns": Part("count", columns)}
 
     def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
-        threshold = self.settings.tip_threshold if name == FEATURES else self.threshold(task)
+        if name == FEATURES:  # measured by energy, a task whose features are much like earlier ones' had no direction
+            return residual_mass(sigma, self.settings.tip_threshold)
+        threshold = self.threshold(task)
         if self.settings.rank_rule == "residual-mass":
             return residual_mass(sigma, threshold)
         energy = seen.energy()

@@ -43,7 +43,7 @@ class Fot(Subspaces):
 
     class Settings(Subspaces.Settings):
         rank_rule: Literal["total-energy", "release"] = Field(
-            "total-energy", description="energy with the share already covered, or the released code's norm ratio"
+            "total-energy", description="energy with the share already covered; release: the released code's norm ratio"
         )
         sketch_conv: PositiveFloat = Field(5.0, description="width of a convolution's sketch, in times its d")
         sketch_linear: PositiveFloat = Field(5.0, description="width of a linear layer's sketch, in times its d")
@@ -52,7 +52,7 @@ class Fot(Subspaces):
             description="all clients on the final global model; local: the last round's clients on their own (release)",
         )
         dp_noise_multiplier: PositiveFloat | None = Field(
-            None, description="standard deviation of the noise in a sum over clients, in times dp_clip; none: no noise"
+            None, description="standard deviation of the noise in a sum over clients, in times dp_clip; null: no noise"
         )
         dp_clip: PositiveFloat = Field(1.0, description="under noise: largest Frobenius norm of a client's sketch")
         dp_sample_rate: float = Field(
@@ -67,6 +67,9 @@ class Fot(Subspaces):
         def _noise_fits_the_rest(self) -> "Fot.Settings":
             if self.dp_noise_multiplier is not None and (self.gpse, self.rank_rule) != ("global", "total-energy"):
                 raise ValueError("dp_noise_multiplier needs gpse: global and rank_rule: total-energy.")
+            for name in ("dp_clip", "dp_sample_rate", "dp_delta"):
+                if self.dp_noise_multiplier is None and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} needs dp_noise_multiplier.")
             return self
 
     settings: Settings

@@ -27,9 +27,9 @@ class Gpm(Projected):
     class Settings(Projected.Settings):
         threshold: float = Field(0.97, gt=0, le=1, description="share of a layer's input energy that its basis keeps")
         threshold_step: float = Field(0.003, ge=0, le=1, description="the threshold rises by this with each task")
-        samples: PositiveInt | None = Field(125, description="images a client looks at to find a basis; none: all")
+        samples: PositiveInt | None = Field(125, description="images a client looks at to find a basis; null: all")
         patches: PositiveInt | None = Field(
-            None, description="random columns of each layer's input that a client takes; none: all"
+            None, description="random columns of each layer's input that a client takes; null: all"
         )
 
     settings: Settings

@@ -27,7 +27,7 @@ class Joint(FedAvg):
     paper = "none: an upper reference"
 
     class Settings(FedAvg.Settings):
-        batch_norm: FromScratch = Field("average", description="running statistics: averaged, or none (batch)")
+        batch_norm: FromScratch = Field("average", description="running statistics: average; batch: none")
 
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)

@@ -30,7 +30,7 @@ SharedPolicy = Literal["average", "batch", "frozen"]
 class Projected(Subspaces):
     class Settings(Subspaces.Settings):
         batch_norm: SharedPolicy = Field(
-            "frozen", description="running statistics: averaged, none (batch), or frozen after task 1"
+            "frozen", description="running statistics: average over clients; batch: none; frozen after task 1"
         )
         vectors: Literal["frozen", "trained"] = Field(
             "frozen", description="the backbone's biases and norms after task 1, which no projection protects"

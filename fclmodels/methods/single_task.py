@@ -28,7 +28,7 @@ class SingleTask(FedAvg):
     paper = "none: an upper reference"
 
     class Settings(FedAvg.Settings):
-        batch_norm: FromScratch = Field("average", description="running statistics: averaged, or none (batch)")
+        batch_norm: FromScratch = Field("average", description="running statistics: average; batch: none")
 
     def start_task(self, server: Server, task: int) -> Server:
         earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []

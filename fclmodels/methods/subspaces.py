@@ -33,12 +33,12 @@ class Subspaces(FedAvg):
             0.95, gt=0, le=1, description="share of a layer's input that the first task's basis keeps"
         )
         threshold_step: float = Field(0.001, ge=0, le=1, description="the threshold rises by this with each task")
-        samples: PositiveInt | None = Field(None, description="images a client looks at to find a basis; none: all")
+        samples: PositiveInt | None = Field(None, description="images a client looks at to find a basis; null: all")
         patches: PositiveInt | None = Field(
-            4096, description="random columns of each layer's input that a client takes; none: all"
+            4096, description="random columns of each layer's input that a client takes; null: all"
         )
         protect: tuple[str, ...] | None = Field(
-            None, description="blocks of the backbone that are protected; none: all that are not frozen"
+            None, description="blocks of the backbone that are protected; null: all that are not frozen"
         )
         head: Literal["auto", "protected", "free"] = Field(
             "auto",
@@ -50,6 +50,11 @@ class Subspaces(FedAvg):
     def setup(self) -> Server:
         server = super().setup()
         layers = self.layers(self.networks.load(server.spec, server.weights))
+        if self.settings.protect and not layers:
+            raise UserError(
+                f"methods.{self.name}.protect: none of these blocks has a layer that model.freeze leaves free. "
+                "Name others, or freeze fewer."
+            )
         empty = {name: layer.module.weight.new_zeros(layer.width, 0) for name, layer in layers.items()}
         bases = {name: basis.detach().cpu() for name, basis in empty.items()}
         return replace(server, knowledge={"bases": bases, "ranks": {name: [] for name in bases}})
@@ -106,9 +111,12 @@ class Subspaces(FedAvg):
         """
         if self.run.spec(1).head == "per-task":
             return False
+        return {"auto": self.tasks_have_the_same_classes, "protected": True, "free": False}[self.settings.head]
+
+    @property
+    def tasks_have_the_same_classes(self) -> bool:
         classes = [set(task.classes) for task in self.run.splits.tasks]
-        same = len(classes) > 1 and all(of_task == classes[0] for of_task in classes)
-        return {"auto": same, "protected": True, "free": False}[self.settings.head]
+        return len(classes) > 1 and all(of_task == classes[0] for of_task in classes)
 
     def _refuse_unknown_blocks(self, network: Network) -> None:
         for block in self.settings.protect or ():

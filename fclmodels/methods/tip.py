@@ -21,21 +21,26 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.prediction import Prediction
+from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory, Predictor
 from fclmodels.methods.projected import Projected
 from fclmodels.methods.subspaces import Bases
 from fclmodels.numerics.relevance import Router
 from fclmodels.numerics.subspace import extend
+from fclmodels.settings import Settings as BaseSettings
 
 REFERENCES = "references"
 
 
 class Tip(Projected):
     class Settings(Projected.Settings):
-        tip: bool = Field(True, description="predict tasks; false: FedProTIP(-t)")
+        tip: bool = Field(
+            True,
+            description="predict tasks, with a head each under model.head: auto; false: FedProTIP(-t)",
+        )
         tip_rank: PositiveInt | None = Field(
-            10, description="leading directions of the features that stand for a task; none: all that clients find"
+            10, description="leading directions of the features that stand for a task; null: all that clients find"
         )
         tip_threshold: float = Field(
             0.7,
@@ -48,10 +53,17 @@ class Tip(Projected):
         )
         tip_reference: Literal["each", "mean"] = Field("each", description="each client votes, or their mean reference")
         tip_voters: PositiveInt | None = Field(
-            None, description="clients that give references of a task, at random; none: all of its clients"
+            None, description="clients that give references of a task, at random; null: all of its clients"
         )
 
     settings: Settings
+
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        super().__init__(settings, run)
+        if self.settings.tip and run.params.model.head == "auto" and self.tasks_have_the_same_classes:
+            # In a head that tasks share in full, a predicted task would change no answer.
+            model = run.params.model.model_copy(update={"head": "per-task"})
+            self.run = replace(run, params=run.params.model_copy(update={"model": model}))
 
     # On the server.
 

@@ -5,8 +5,11 @@ torch gives them to MKL, which leaves AVX-512 unused on AMD and takes twice as l
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ONEDNN = torch.backends.mkldnn.is_available()
+# oneDNN compiles a kernel for each shape of a product and keeps it, half a megabyte, as long as the process runs.
+STEP = 128
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
@@ -17,3 +20,9 @@ def product(A: Tensor, B: Tensor) -> Tensor:
             B = B.contiguous()
         return torch.ops.mkldnn._linear_pointwise(A, B.T, None, "none", [], "")
     return A @ B
+
+
+def filled(X: Tensor) -> Tensor:
+    """X [d, n] and columns of zeros up to a multiple of STEP, so that matrices of any n come in few shapes."""
+    missing = -X.shape[1] % STEP
+    return pad(X, (0, missing)) if missing else X

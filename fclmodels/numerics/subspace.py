@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.numerics.gram import gram_of
-from fclmodels.numerics.products import product
+from fclmodels.numerics.products import filled, product
 
 # Of a direction no longer than this share of the longest, only rounding is left outside a span.
 NUMERICAL_RANK = 1e-5
@@ -21,6 +21,7 @@ BLURRED, BLURRED_MASS = 1e-3, 1e-2
 
 def residual(X: Tensor, basis: Tensor) -> Tensor:
     """X* = X - O O^T X: the part of columns [d, n] outside the span (FOT eq. 8, FedProTIP eq. 6)."""
+    basis = filled(basis)
     return X - product(basis, product(basis.T, X))
 
 

@@ -13,7 +13,7 @@ from fclmodels.report import presets, words
 from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
 from fclmodels.report.matrices import accuracy_matrix, confusions
 from fclmodels.report.monitors import monitors
-from fclmodels.report.runs import Group, Run, grouped, read_runs
+from fclmodels.report.runs import Group, Run, batch_size, grouped, read_runs
 from fclmodels.report.tables import COSTS, compare, ledger, readings, spread
 
 HERE = Path(__file__).parent
@@ -88,10 +88,12 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "confusions": confusions(groups),
         "monitors": monitors(groups),
         "dense": DENSE,
+        "sizes": [(index, len(group.runs)) for index, group in enumerate(groups)],
         "costs": _costs(groups),
         "stages": _stages(groups),
         "losses": _losses(groups),
         "ledgers": [_ledger(group) for group in groups],
+        "privacy": [(index, text) for index, group in enumerate(groups) if (text := _privacy(group))],
         "common": common,
         "differing": differing,
         "same_facts": same_facts,
@@ -130,7 +132,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     changed = [name for name in names if len({str(of.get(name)) for of in versions}) > 1]
     if changed:
         notes.append(f"The runs were made with different versions of {', '.join(changed)}.")
-    return notes + presets.shrunk(groups) + presets.in_words(groups)
+    return notes + presets.shrunk(groups)
 
 
 def _table(comparison: pl.DataFrame, groups: Sequence[Group], reading: str) -> dict[str, Any]:
@@ -140,7 +142,9 @@ def _table(comparison: pl.DataFrame, groups: Sequence[Group], reading: str) -> d
         row["index"], group = by_label[row["method"]]
         row["reference"] = group.reference
     best = {name: _best(rows, name) for name in words.ACCURACY if name != "forward"}
-    return {"words": words.reading(reading), "rows": rows, "best": best}
+    title, papers = words.title(reading, batch_size(groups)), presets.published(groups).get(reading, [])
+    meaning = words.reading(reading).meaning
+    return {"title": title, "meaning": meaning, "rows": rows, "papers": papers, "best": best}
 
 
 def _best(rows: Sequence[dict[str, Any]], name: str) -> str | None:
@@ -159,7 +163,7 @@ def _curve(groups: Sequence[Group], reading: str) -> Chart:
             ]
             learned = range(1, len(values) + 1)
             series.append(Series(index, group.label, learned, [mean for mean, _ in values], [std for _, std in values]))
-    title = words.reading(reading).title
+    title = words.title(reading, batch_size(groups))
     return line_chart(title, series, "tasks learned", "accuracy on tasks learned, %", [0, 20, 40, 60, 80, 100])
 
 
@@ -217,6 +221,12 @@ def _ledger(group: Group) -> list[dict[str, Any]]:
     for part in parts:
         part["when"] = ", ".join(["each round"] * part["in_rounds"] + ["end of task"] * part["at_end"])
     return parts
+
+
+def _privacy(group: Group) -> str | None:
+    """What the method's noise is worth in the run where it is worth least."""
+    known = [run.result.privacy for run in group.runs if run.result.privacy]
+    return words.privacy(**max(known, key=lambda of: of.epsilon).model_dump()) if known else None
 
 
 def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], dict[str, list[str]]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from fclmodels.metrics import confusion_matrix, in_order, shares_of_rows, tip_acc
 from fclmodels.report import words
-from fclmodels.report.runs import Group
+from fclmodels.report.runs import Group, batch_size
 from fclmodels.report.tables import spread
 
 
@@ -15,7 +15,8 @@ def accuracy_matrix(group: Group, reading: str) -> dict[str, Any]:
     """Mean accuracy and spread over seeds in each cell; rows (tasks learned) that were not measured are left out."""
     stack = np.stack([run.matrices[reading] for run in group.runs if reading in run.matrices])
     rows = [(t, cells) for t, cells in enumerate(cells(stack)) if not np.isnan(stack[:, t]).all()]
-    return {"title": words.reading(reading).title, "seeds": len(stack), "tasks": stack.shape[2], "rows": rows}
+    title = words.title(reading, batch_size([group]))
+    return {"title": title, "seeds": len(stack), "tasks": stack.shape[2], "rows": rows}
 
 
 def confusions(groups: Sequence[Group]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -32,7 +33,8 @@ def _confusion(group: Group, reading: str) -> dict[str, Any]:
     counts = [confusion_matrix(run.confusion, reading, run.tasks) for run in runs]
     right, std = spread([tip_acc(of_run) for of_run in counts])
     rows = list(enumerate(cells(np.stack([shares_of_rows(of_run) for of_run in counts])), start=1))
-    return {"title": words.reading(reading).title, "seeds": len(runs), "right": right, "std": std, "rows": rows}
+    title = words.title(reading, batch_size([group]))
+    return {"title": title, "seeds": len(runs), "right": right, "std": std, "rows": rows}
 
 
 def _readings(group: Group) -> list[str]:

@@ -32,7 +32,9 @@ def monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         return None
     layers = pl.concat([run.monitors["layer"] for group in groups for run in group.runs])
     shares = [_chart(groups, "used_share", layer) for layer in layers.drop_nulls().unique(maintain_order=True)]
+    watched = [sum(not run.monitors.is_empty() for run in group.runs) for group in groups]
     return {
+        "runs": [(index, count) for index, count in enumerate(watched) if count],
         "used": [_chart(groups, "used_share", None), *shares] if shares else [],
         "gradients": [chart for name in ("rho", "beta") if (chart := _chart(groups, name, None)).curves],
         "bounds": [(index, _bounds(group)) for index, group in enumerate(groups) if _runs(group, "theorem_bound")],

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fclmodels.report import words
 from fclmodels.report.runs import Group, Run
 from fclmodels.settings import PaperTable, PresetSettings
 
@@ -12,8 +11,10 @@ from fclmodels.settings import PaperTable, PresetSettings
 class Figure(NamedTuple):
     """A method's row in a paper's table."""
 
+    preset: str
     method: str
     table: PaperTable
+    decimals: int  # as the paper's table has them, as far as its figures tell
 
     @property
     def values(self) -> dict[str, float]:
@@ -24,28 +25,22 @@ class Figure(NamedTuple):
         where = "".join(f", {name.rpartition('.')[2]}={value}" for name, value in self.table.where.items())
         return f"{self.method}, {self.table.table}{where}"
 
+    def text(self, name: str) -> str:
+        """A figure in percent with its standard deviation, in the paper's decimals; a dash where it has none."""
+        if name not in self.values:
+            return "–"
+        known = [self.values[column] for column in (name, f"{name}_std") if column in self.values]
+        return " ± ".join(f"{value:.{self.decimals}f}" for value in known).replace("-", "−")
 
-Published = dict[str, dict[str, list[Figure]]]
 
-
-def published(groups: Iterable[Group]) -> Published:
-    """By preset and reading the paper's figures of what was run, each once."""
-    found: Published = {}
+def published(groups: Iterable[Group]) -> dict[str, list[Figure]]:
+    """By reading the papers' figures of what was run, each once."""
+    found: dict[str, list[Figure]] = {}
     for run in (run for group in groups for run in group.runs):
-        preset = run.result.preset or PresetSettings()
-        for figure in _figures_of(run, preset):
-            of_reading = found.setdefault(str(preset.name), {}).setdefault(figure.table.reading, [])
+        for figure in _figures_of(run, run.result.preset or PresetSettings()):
+            of_reading = found.setdefault(figure.table.reading, [])
             of_reading += [figure] if figure not in of_reading else []
     return found
-
-
-def in_words(groups: Iterable[Group]) -> list[str]:
-    """The same as sentences."""
-    return [
-        f"{preset}, {words.reading(reading).title.lower()}, in the paper: {'; '.join(map(_in_words, figures))}."
-        for preset, readings in published(groups).items()
-        for reading, figures in readings.items()
-    ]
 
 
 def shrunk(groups: Iterable[Group]) -> list[str]:
@@ -67,18 +62,18 @@ def _figures_of(run: Run, preset: PresetSettings) -> list[Figure]:
         and all(run.settings.get(name) == _text(value) for name, value in table.where.items())
     ]
     special = {table.reading for table in tables if table.where}
-    return [Figure(run.result.method, table) for table in tables if table.where or table.reading not in special]
+    return [
+        Figure(str(preset.name), run.result.method, table, _decimals(preset, table.table))
+        for table in tables
+        if table.where or table.reading not in special
+    ]
+
+
+def _decimals(preset: PresetSettings, name: str) -> int:
+    """The most that a figure of the paper's table of this name needs."""
+    rows = [row for table in preset.figures if table.table == name for row in table.rows.values()]
+    return max(len(f"{value:g}".partition(".")[2]) for row in rows for value in row)
 
 
 def _text(value: str | float) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _in_words(figure: Figure) -> str:
-    of = figure.values
-    figures = [
-        f"{words.METRICS[name].title} {value:.2f}" + (f" ± {of[f'{name}_std']:.2f}" if f"{name}_std" in of else "")
-        for name, value in of.items()
-        if name in words.METRICS
-    ]
-    return f"{figure.title}: {', '.join(figures)}"

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,16 @@ OPTIONAL = ("confusion", "monitors")  # tables of methods that predict tasks, an
 NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds", "monitors.")
 
 
+class Privacy(BaseModel):
+    """What a method's noise is worth, as far as a comparison reads it."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    epsilon: NonNegativeFloat
+    delta: NonNegativeFloat
+    covers: str
+
+
 class Result(BaseModel):
     """result.json, as far as a comparison reads it."""
 
@@ -86,6 +96,7 @@ class Result(BaseModel):
     command: str | None = None
     preset: PresetSettings | None = None
     scaled: dict[str, list[int]] | None = None
+    privacy: Privacy | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +178,11 @@ def grouped(runs: Sequence[Run]) -> tuple[Group, ...]:
         for same in siblings
     ]
     return tuple(sorted(groups, key=lambda group: group.reference))
+
+
+def batch_size(groups: Iterable[Group]) -> str:
+    """Samples of an evaluation batch, as the groups' settings have it."""
+    return " or ".join(dict.fromkeys(group.runs[0].settings.get("evaluation.batch_size", "?") for group in groups))
 
 
 def is_seed(name: str) -> bool:

@@ -1,6 +1,7 @@
 """What the page says about readings and metrics: short enough for a table head, honest enough for a caption."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 
 class Words(NamedTuple):
@@ -14,7 +15,11 @@ class Metric(NamedTuple):
     meaning: str
 
 
-_BATCH = "the same, but test batches hold one task each, as in some papers' code: a batch gives its task away."
+_BATCH = "but in test batches that hold one task each, as in some papers' code: a batch gives its task away."
+BY_BATCH = {  # how the names of readings begin that hang on the evaluation batch
+    "mixed_batch_": "mixed-batch: one task is predicted for a whole batch of mixed tasks",
+    "paper_": "paper: batches of one task, the papers' protocol, which tells the method that samples belong together",
+}
 
 READINGS = {
     "task_aware": Words("Task-aware", "the task of each test sample is given; only its classes compete."),
@@ -26,10 +31,10 @@ READINGS = {
     ),
     "mixed_batch_task_predicted": Words(
         "Task predicted, mixed batches",
-        "the same, but one task is predicted for each test batch as a whole, though its samples are of all tasks.",
+        "as task predicted, but one task for each test batch as a whole, though its samples are of all tasks.",
     ),
-    "paper_task_aware": Words("Task-aware, paper protocol", _BATCH),
-    "paper_task_agnostic": Words("Task-agnostic, paper protocol", _BATCH),
+    "paper_task_aware": Words("Task-aware, paper protocol", f"as task-aware, {_BATCH}"),
+    "paper_task_agnostic": Words("Task-agnostic, paper protocol", f"as task-agnostic, {_BATCH}"),
     "paper_task_predicted": Words(
         "Task predicted, paper protocol",
         "test batches hold one task each, as in some papers' code, and where the method can, it predicts one task "
@@ -78,3 +83,28 @@ LEAST = {"sum": "only the sum", "each": "each client's own", "-": "–"}
 
 def reading(name: str) -> Words:
     return READINGS.get(name, Words(name, "a reading that this version does not know."))
+
+
+def title(name: str, size: str) -> str:
+    """A reading's title, with the batch size where it matters."""
+    return reading(name).title + (f" ({size} a batch)" if name.startswith(tuple(BY_BATCH)) else "")
+
+
+def by_batch(names: Iterable[str], size: str) -> str | None:
+    """How some of these readings hang on batches of that size; None where none does."""
+    names = tuple(names)
+    ways = [text for prefix, text in BY_BATCH.items() if any(name.startswith(prefix) for name in names)]
+    if not ways:
+        return None
+    return f"{'; '.join(ways)}; others: per sample. A batch: {size} samples (evaluation.batch_size)."
+
+
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """What must stand beside the numbers of one run's result.json."""
+    batches = by_batch(result["metrics"], str(result["settings"]["evaluation"]["batch_size"]))
+    return [*filter(None, [batches]), *([privacy(**result["privacy"])] if "privacy" in result else [])]
+
+
+def privacy(epsilon: float, delta: float, covers: str, **_: Any) -> str:
+    """What a method's noise is worth."""
+    return f"epsilon {epsilon:.4g} at delta {delta:g}, for {covers}."

@@ -203,7 +203,8 @@ WRONG_OVERRIDES = {
     ),
     "federaton.rounds=3": "--set federaton.rounds=3: federaton is not a setting. Did you mean federation?",
     "federation.clients_per_round=0": (
-        "--set federation.clients_per_round=0: federation.clients_per_round is 0; it must be greater than 0."
+        "--set federation.clients_per_round=0: federation.clients_per_round is 0; "
+        "it must be a whole number greater than 0, or null."
     ),
     "federation={roundz: 1}": (
         "--set federation={roundz: 1}: federation.roundz is not a setting. Did you mean federation.rounds?"
@@ -231,6 +232,16 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_mistake_in_an_override_names_it(file, override, message):
     assert refusal(file("device: cpu\nfederation: {clients_per_round: 5}\n"), override) == message
+
+
+def test_settings_that_do_not_fit_each_other_are_told_with_all_places_that_may_be_wrong(file):
+    path, told = file("device: cpu\nmodel:\n  backbone: resnet\n"), "model: so many groups need norm: group."
+    assert refusal(path, "model.groups=92") == f"params.yaml:2, --set model.groups=92: {told}"
+    assert refusal(path, "model.groups=92", "device=cpu", "model.norm=batch") == (
+        f"params.yaml:2, --set model.groups=92, --set model.norm=batch: {told}"
+    )
+    overrides = ["model.backbone=resnet", "model.groups=92"]
+    assert refusal(file(""), *overrides) == f"--set {overrides[0]}, --set {overrides[1]}: {told}"
 
 
 def test_all_mistakes_are_listed_in_file_order_and_overrides_last(file):

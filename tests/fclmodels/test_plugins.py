@@ -127,6 +127,22 @@ def test_explain_tells_type_default_range_and_meaning():
     assert row.description == "rounds a task, or a list with one number a task"
 
 
+@pytest.mark.parametrize(
+    ("name", "type_"),
+    [
+        ("optimizer.kind", "sgd | adam | adamw"),
+        ("device", "auto | cpu | cuda | str"),
+        ("federation.threads", "int | auto"),
+        ("model.stem_stride", "1 | 2"),
+        ("methods.fot.protect", "list[str] | null"),
+        ("methods.fedprotip.vectors", "frozen | trained"),
+    ],
+)
+def test_the_type_of_a_choice_is_its_values(name, type_):
+    (row,) = explain(name)
+    assert row.type == type_
+
+
 def test_explain_of_a_plugin_is_what_its_block_may_hold():
     assert {row.path for row in explain("iid")} == {
         f"partition.{key}" for key in find("partition", "iid").Settings.model_fields

@@ -19,6 +19,7 @@ from fclmodels.report import (
     page,
     read_run,
     read_runs,
+    words,
     write_page,
 )
 from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP, Series, line_chart, ticks, ticks_above
@@ -576,6 +577,71 @@ def test_privacy_ledger_says_who_needs_single_replies(text):
     ]
 
 
+def test_privacy_ledger_tells_the_largest_epsilon_of_the_seeds(tmp_path, text):
+    folders = [
+        write_run(tmp_path / str(epsilon), "fot", seed, tasks=2, privacy=of | {"clip": 1.0})
+        for seed, epsilon in enumerate((2.5, 7.25))
+        for of in [{"epsilon": epsilon, "delta": 1e-5, "covers": "sketches. Not covered: updates"}]
+    ]
+    section = page(folders).partition('id="ledger"')[2].partition("</section>")[0]
+    assert "epsilon 7.25 at delta 1e-05, for sketches. Not covered: updates." in section
+    assert section.count("epsilon") == 1
+    assert "epsilon" not in text
+
+
+def test_the_papers_figures_are_rows_below_the_measured_ones(tmp_path):
+    table = {"table": "Table 1", "reading": "task_aware", "columns": ["acc", "acc_std", "fgt"]}
+    preset = {"name": "one", "figures": [table | {"rows": {"fot": [90.0, 0.06, 1.75], "ewc": [1, 1, 1]}}]}
+    parsed = Tables(page([write_run(tmp_path / "fot", "fot", 0, tasks=2, preset=preset)]))
+    accuracy, forgetting = parsed.headed("Avg ↑")[0], parsed.headed("FT ↓")[0]
+    for rows, heads in (
+        (accuracy, {"ACC ↑": "90.00 ± 0.06"}),
+        (forgetting, {"ACC ↑": "90.00 ± 0.06", "FGT ↓": "1.75"}),
+    ):
+        assert [row[0] for row in rows[:5]] == [
+            "Method",
+            "Task-aware",
+            "fot",
+            "paper: fot, Table 1(one)",
+            "Task-agnostic",
+        ]
+        expected = ["paper: fot, Table 1(one)", *([""] if rows is accuracy else ["", ""])]
+        assert rows[3] == expected + [heads.get(name, "–") for name in rows[0][len(expected) :]]
+
+
+def test_readings_of_whole_batches_name_the_batch(tmp_path):
+    folder = write_run(tmp_path / "a", "fedprotip", 0, tasks=2, settings={"evaluation": {"batch_size": 48}})
+    accuracy = pl.read_parquet(folder / "accuracy.parquet")
+    names = {"task_predicted": "paper_task_predicted", "task_aware": "mixed_batch_task_predicted"}
+    more = [accuracy.filter(pl.col("reading") == of).with_columns(reading=pl.lit(name)) for of, name in names.items()]
+    accuracy = pl.concat([accuracy, *more])
+    accuracy.write_parquet(folder / "accuracy.parquet")
+    edit("metrics", metrics.summary(accuracy))(folder)
+    heads = [row[0] for row in Tables(page([folder])).headed("Avg ↑")[0] if len(row) == 1]
+    assert heads == [
+        "Task-aware",
+        "Task-agnostic",
+        "Task predicted",
+        "Task predicted, mixed batches (48 a batch)",
+        "Task predicted, paper protocol (48 a batch)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["task_aware", "task_predicted"], []),
+        (["task_predicted", "mixed_batch_task_predicted"], ["mixed-batch: ", "others: per sample", "32 samples"]),
+        (["paper_task_aware", "mixed_batch_task_predicted"], ["mixed-batch: ", "paper: batches of one task", "32"]),
+    ],
+)
+def test_whole_batches_are_explained_where_they_are_shown(names, told):
+    text = words.by_batch(names, "32")
+    assert (text is None) == (told == [])
+    assert all(part in text for part in told)
+    assert text is None or ("paper:" in text) == ("paper_task_aware" in names)
+
+
 def monitored(folder, method, seed, rows, **settings):
     folder = write_run(folder, method, seed, tasks=3, settings=settings)
     monitors.table(rows).write_parquet(folder / "monitors.parquet")
@@ -612,6 +678,8 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     assert "Outside of the theorem’s setting: optimizer.momentum: 0.9." in text
     assert "An oracle of the simulation" in text
     assert "fedavg, 1: 50.0" not in text
+    legend = text.partition('id="monitors"')[2].partition("</ul>")[0]
+    assert re.findall(r"<span>(\w+)</span></span> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
 
 
 def test_without_monitors_the_page_does_not_speak_of_them(text):

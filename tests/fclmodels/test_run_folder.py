@@ -103,6 +103,11 @@ def test_knowledge_is_kept_for_each_task(experiment_of: MakeExperiment, tmp_path
     assert len(state.load(tmp_path / "run" / "knowledge" / "task-01.safetensors")["models"]) == 1
 
 
+def test_knowledge_without_a_tensor_is_not_kept(experiment_of: MakeExperiment, tmp_path: Path) -> None:
+    experiment_of(method="gpm").run(tmp_path / "run")
+    assert not (tmp_path / "run" / "knowledge").exists()
+
+
 def test_a_method_that_predicts_tasks_leaves_its_router_and_what_it_took_for_what(
     toys: Path, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:

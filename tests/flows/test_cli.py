@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from fclmodels.params import explain
 from fclmodels.plugins import all_of
 from fclmodels.report import comparison
 from flows.ending import end_well
+from flows.side_by_side import show_run
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "prefect", "mlflow", "dvc", "polars", "numpy", "pydantic", "sklearn", "plotly")
@@ -149,6 +151,25 @@ def test_params_explains_a_plugin(fcl: Fcl, here: Path, capsys: pytest.CaptureFi
     assert "methods.fedprox.mu" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["fot", "dirichlet"])
+def test_params_of_a_plugin_keeps_names_whole_on_a_narrow_terminal(
+    fcl: Fcl, here: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert fcl("params", name) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["setting", "type", "default", "meaning"]
+    starts = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert starts == [row.path for row in explain(name)]
+    assert max(map(len, lines)) <= 80
+
+
+def test_params_shows_defaults_as_yaml_writes_them(fcl: Fcl, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for setting, default in [("data.size", "null"), ("data.skip_bad", "false"), ("data.root", "data/raw")]:
+        assert fcl("params", setting) == 0
+        assert f" {default} " in capsys.readouterr().out.splitlines()[1]
+
+
 def test_doctor_looks_at_everything_and_starts_nothing(
     fcl: Fcl, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +188,22 @@ def test_doctor_reports_a_server_that_does_not_answer(
     assert fcl("doctor") == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "127.0.0.1:9" in line]
     assert line.split()[-1] == "PROBLEM"
+
+
+def test_a_run_is_shown_with_what_must_be_known(capsys: pytest.CaptureFixture[str]) -> None:
+    values = dict.fromkeys(("acc", "learning_acc", "ft", "avg", "worst_acc"), 0.5)
+    result = {
+        "metrics": {"task_predicted": values, "paper_task_predicted": values},
+        "settings": {"evaluation": {"batch_size": 64}},
+        "privacy": {"epsilon": 7.25, "delta": 1e-5, "covers": "sketches", "clip": 1.0},
+    }
+    show_run(result)
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["reading", "task-predicted", "paper-task-predicted"]
+    batches, privacy = err.splitlines()
+    assert batches.startswith("paper: batches of one task")
+    assert "A batch: 64 samples (evaluation.batch_size)" in batches
+    assert privacy == "epsilon 7.25 at delta 1e-05, for sketches."
 
 
 def test_run_prints_its_result_and_compare_the_means(

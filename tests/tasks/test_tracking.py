@@ -25,7 +25,7 @@ from fclmodels.federation.monitors import row, table
 from fclmodels.numerics.relevance import Router
 from fclmodels.settings import TrackingSettings
 from tasks.tracked_artifacts import Matrix, as_table, heat_map, log_model, matrices_of
-from tasks.tracking import Tracking, tracked
+from tasks.tracking import Tracking, track, tracked
 
 SUMMARY = {"task_agnostic": {"acc": 0.5, "ft": None}}
 
@@ -171,6 +171,30 @@ def test_a_complete_run_is_left_alone(settings: TrackingSettings, tmp_path: Path
     assert after.to_dictionary() == before.to_dictionary()
 
 
+def test_what_only_the_result_tells_is_tracked(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracked_artifacts.log_artifacts", lambda *of: None)
+    plain: dict[str, Any] = dict.fromkeys(("seconds", "bytes_up", "bytes_down", "bytes_kept"), 1)
+    plain |= {"metrics": {"task_aware": {}}, "settings": {"evaluation": {"batch_size": 64}}}
+    privacy = {"epsilon": 7.25, "delta": 1e-5, "covers": "sketches", "clip": 1.0}
+    more = {"preset": {"name": "tiny"}, "scaled": {"rounds": [4, 2], "of": [20, 10]}, "privacy": privacy}
+    names = ("preset", "scaled", "privacy", "mlflow.note.content")
+    found = []
+    for label, result in (("a-0", plain), ("b-0", plain | more | {"metrics": {"paper_task_predicted": {}}})):
+        with tracked(experiment(label=label, settings={"label": label}), settings, tmp_path) as tracking:
+            track.fn(tracking, label, tmp_path, result, tmp_path)
+        data = tracking.client.get_run(tracking.id).data
+        found.append(({name: data.tags[name] for name in names if name in data.tags}, data.metrics.get("epsilon")))
+    (of_plain, none), (tags, epsilon) = found
+    assert (of_plain, none) == ({}, None)
+    note = tags.pop("mlflow.note.content")
+    of_privacy = "epsilon 7.25 at delta 1e-05, for sketches."
+    assert (tags, epsilon) == ({"preset": "tiny", "scaled": "6 of 30 rounds", "privacy": of_privacy}, 7.25)
+    assert "A batch: 64 samples" in note
+    assert note.endswith(of_privacy)
+
+
 def test_thousands_of_numbers_and_hundreds_of_settings_fit(settings: TrackingSettings, tmp_path: Path) -> None:
     many = {f"setting_{i}": i for i in range(250)}
     with tracked(experiment(settings=many), settings, tmp_path) as tracking:
@@ -210,8 +234,10 @@ def test_the_matrix_as_table_and_picture() -> None:
         "columns": ["tasks learned", "task 1", "task 2"],
         "data": [[0, 0.1, None], [1, 0.9, 0.2], [2, 0.3, 0.8]],
     }
-    axes = heat_map(shown).axes[0]
+    axes, bar = heat_map(shown).axes
     assert [text.get_text() for text in axes.texts] == ["10", "90", "20", "30", "80"]
+    assert bar.get_ylim() == (0, 100)
+    assert axes.images[0].get_array()[1, 0] == 90
 
 
 def test_a_run_that_predicts_tasks_shows_which_it_took_for_which(tmp_path: Path) -> None:

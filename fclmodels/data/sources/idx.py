@@ -26,7 +26,7 @@ class Idx(Source):
         images: Path = Field(Path("train-images-idx3-ubyte"), description="idx file of the images, from root on")
         labels: Path = Field(Path("train-labels-idx1-ubyte"), description="idx file of their labels")
         test_images: Path | None = Field(
-            Path("t10k-images-idx3-ubyte"), description="idx file of the official test images; none: no official split"
+            Path("t10k-images-idx3-ubyte"), description="idx file of the official test images; null: no official split"
         )
         test_labels: Path | None = Field(Path("t10k-labels-idx1-ubyte"), description="idx file of their labels")
 

@@ -27,13 +27,15 @@ class TorchvisionSource(Source):
     folder: ClassVar[str] = "."
 
     def catalogue(self) -> Catalogue:
+        root = self.settings.root
+        top = next((folder for folder in reversed(root.parents) if not folder.exists()), root)
         try:
             opened = {split: self.open(split) for split in ("train", "test")}
         # Whatever it is (no network, a server's answer, a file cut short), the way out is the same.
         except Exception as problem:
             reason = (str(problem).strip().splitlines() or [type(problem).__name__])[-1]
-            folder = self.settings.root / self.folder
-            _drop_empty_folders(self.settings.root)  # torchvision makes them before it knows of the files
+            folder = root / self.folder
+            _drop_empty_folders(top)  # torchvision makes them before it knows of the files
             raise UserError(
                 f"{self.name}: neither found nor downloaded ({reason}). Put {self.files} into {folder}."
             ) from problem

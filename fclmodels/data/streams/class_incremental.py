@@ -26,7 +26,7 @@ class ClassIncremental(Stream):
     class Settings(StreamSettings):
         tasks: PositiveInt = Field(5, description="number of tasks")
         classes_per_task: PositiveInt | tuple[PositiveInt, ...] | None = Field(
-            None, description="classes a task, or a list with one number a task; none: all classes, evenly"
+            None, description="classes a task, or a list with one number a task; null: all classes, evenly"
         )
         class_order: Order = Field("given", description=ORDERS)
         classes: tuple[tuple[int | str, ...], ...] | None = Field(

@@ -15,7 +15,7 @@ class DomainIncremental(Stream):
 
     class Settings(StreamSettings):
         domains: tuple[int | str, ...] | None = Field(
-            None, description="the tasks' domains by name, in this order; none: all, as the source gives them"
+            None, description="the tasks' domains by name, in this order; null: all, as the source gives them"
         )
 
     settings: Settings

@@ -22,7 +22,7 @@ class OverlappingClasses(Stream):
     name = "overlapping-classes"
 
     class Settings(StreamSettings):
-        tasks: PositiveInt | None = Field(None, description="number of tasks; none: as many as use every class")
+        tasks: PositiveInt | None = Field(None, description="number of tasks; null: as many as use every class")
         classes_per_task: PositiveInt = Field(4, description="classes a task")
         overlap: NonNegativeInt = Field(1, description="classes that a task shares with the one before")
         class_order: Order = Field("given", description=ORDERS)

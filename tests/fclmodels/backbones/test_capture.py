@@ -10,10 +10,11 @@ from torch import nn
 
 from fclmodels.backbones import capture, layer_inputs
 from fclmodels.backbones.capture import layers_of, observe
-from fclmodels.backbones.layer_inputs import STEP, LayerInputs
+from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.backbones.network import skeleton
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError
+from fclmodels.numerics.products import STEP
 from fclmodels.numerics.subspace import residual_mass, total_energy
 
 SEEDS = st.integers(0, 10**6)

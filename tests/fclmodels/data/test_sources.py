@@ -329,6 +329,18 @@ def test_without_a_network_the_error_says_where_to_put_the_files(monkeypatch, tm
     assert "\n" not in text
 
 
+def test_without_a_network_no_folder_is_left_that_was_not_there(monkeypatch, tmp_path):
+    def unreachable(root, **_):
+        (root / "MNIST" / "raw").mkdir(parents=True)
+        raise RuntimeError("no route")
+
+    install(monkeypatch, MNIST=unreachable)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="neither found nor downloaded"):
+        source("mnist", tmp_path / "there" / "data" / "raw").catalogue()
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
 # sequence
 
 

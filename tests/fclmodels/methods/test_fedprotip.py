@@ -81,9 +81,8 @@ def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callab
                 U, sigma, _ = np.linalg.svd(X - basis @ (basis.T @ X), full_matrices=False)
                 rank = mass_rank(sigma, share)
                 assert found.shape[1] == rank
-                lengths = sigma[:rank] if name == "features" else 1  # nothing was left out: all columns were taken
-                assert_allclose(np.linalg.norm(found, axis=0), lengths, rtol=1e-3)
-                assert_allclose(projector(of_length_one(found.numpy())), projector(U[:, :rank]), atol=1e-4)
+                sent = U[:, :rank] * sigma[:rank] if name == "features" else U[:, :rank]
+                assert_allclose(projector(found), projector(sent), atol=1e-4 * np.linalg.norm(sent, 2) ** 2)
                 squares = reply.parts["spectra"].tensors[name]
                 assert_allclose(squares[: len(sigma)].sqrt(), sigma, atol=1e-4 * sigma[0])
                 assert_allclose(squares[len(sigma) :], 0, atol=1e-8 * sigma[0] ** 2)
@@ -294,6 +293,58 @@ def test_what_most_clients_share_stands_for_a_task(method_of: Callable) -> None:
     known = e[:, 5:]
     found = [e[:, [1]], e[:, [2, 1]], e[:, [3, 5, 1]]]
     assert_allclose(method._task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
+
+
+@pytest.mark.parametrize("exchange", ["bases", "sketch"])
+def test_a_client_with_more_data_counts_more(exchange: str, method_of: Callable, client_of: Callable) -> None:
+    """Both took two columns, 9 times as long on e0 as on e1: of 2 there are, and of 200 with the axes changed."""
+    method = method_of(FedProTIP, exchange=exchange, tip_rank=1, tip_threshold=1.0)
+    nothing, found = {"features": torch.zeros(6, 0)}, []
+    for axes, total in (([0, 1], 2), ([1, 0], 200)):
+        X = torch.eye(6)[:, axes] * torch.tensor([9.0, 1.0])
+        parts = method.core_bases(client_of(method, 0), {"features": LayerInputs(6, 2, total, columns=X)}, nothing)
+        found.append(parts["directions"].tensors["features"])
+    assert_allclose(method._task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
+    assert_allclose(method._task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
+
+
+@pytest.mark.parametrize("rule", ["residual-mass", "total-energy"])
+def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
+    rule: str, method_of: Callable, client_of: Callable
+) -> None:
+    """By energy nine tenths are covered: the task would have no relevance of its own."""
+    method = method_of(FedProTIP, rank_rule=rule)
+    X = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    X[0] += 10
+    seen = {name: LayerInputs(8, 20, 20, columns=X) for name in ("features", "layer")}
+    parts = method.core_bases(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
+    sent = {name: found.shape[1] for name, found in parts["directions"].tensors.items()}
+    assert sent["features"] == mass_rank(np.linalg.svd(X[1:].numpy(), compute_uv=False), 0.7)
+    assert (sent["layer"] == 0) == (rule == "total-energy")
+
+
+def test_a_width_is_for_sketches(params_of: Callable) -> None:
+    width = "methods.fedprotip.sketch_width=8"
+    with pytest.raises(UserError, match=r"methods\.fedprotip: sketch_width needs exchange: sketch"):
+        params_of(width)
+    params_of(width, "methods.fedprotip.exchange=sketch")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tip", "head"),
+    [((), True, "per-task"), ((), False, "growing"), (("model.head=growing",), True, "growing")],
+)
+def test_tasks_of_the_same_classes_get_a_head_each(
+    overrides: tuple[str, ...], tip: bool, head: str, method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    """But for FedProTIP(-t), and as it is set: in a shared head a predicted task would change no answer."""
+    method = method_of(FedProTIP, *MLP, *overrides, splits=splits_of(same_classes=True), tip=tip)
+    server = federate(method)
+    assert server.spec.head == head
+    assert [f"heads.{task}.weight" in server.weights for task in range(2)] == [True, head == "per-task"]
+    owners = method.columns(server).owners.tolist()
+    assert owners == ([0, 0, 1, 1] if head == "per-task" else [-1, -1])
+    assert method_of(FedProTIP).run.spec(2).head == "growing"  # where classes differ
 
 
 def test_the_mean_reference_is_the_mean_over_those_that_know_the_task(

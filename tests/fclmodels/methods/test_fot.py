@@ -172,6 +172,20 @@ def test_without_a_layer_to_protect_it_is_fedavg(method_of: Callable, federate: 
     assert state.digest(ours.weights) == state.digest(plain.weights)
 
 
+@pytest.mark.parametrize(
+    ("protect", "head", "refused"), [("fc1", "free", True), ("fc1", "protected", False), ("fc2", "free", False)]
+)
+def test_blocks_of_which_none_is_left_to_protect_are_refused(
+    protect: str, head: str, refused: bool, method_of: Callable
+) -> None:
+    method = method_of(Fot, "model.freeze=[fc1]", protect=(protect,), head=head)
+    if refused:
+        with pytest.raises(UserError, match=r"^methods\.fot\.protect: none of these blocks .*model\.freeze.*$"):
+            method.setup()
+    else:
+        assert method.setup().knowledge["bases"]
+
+
 def test_a_block_that_the_backbone_does_not_have_is_refused(method_of: Callable) -> None:
     with pytest.raises(UserError) as error:
         method_of(Fot, protect=("fc1", "fc4")).setup()

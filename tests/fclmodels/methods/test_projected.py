@@ -183,7 +183,8 @@ def test_rows_of_classes_that_come_again_are_trained(
 def test_a_head_that_tasks_share_is_protected(
     method_of: Callable, after_each_task: Callable, splits_of: Callable
 ) -> None:
-    method = method_of(Double, *MLP, *SGD, splits=splits_of(same_classes=True), threshold=0.5)
+    growing = "model.head=growing"
+    method = method_of(Double, *MLP, *SGD, growing, splits=splits_of(same_classes=True), threshold=0.5)
     first, second = after_each_task(method)
     inside, outside = drifts(first, second)["heads.0"]
     assert inside < 1e-10

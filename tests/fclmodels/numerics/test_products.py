@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fclmodels.numerics.products import product
+from fclmodels.numerics.products import STEP, filled, product
 
 LAYOUTS = {
     "rows": lambda m: m.contiguous(),
@@ -29,6 +29,15 @@ def test_is_the_product_in_every_layout(sizes, layouts, dtype):
     assert result.dtype == dtype
     assert result.is_contiguous()
     np.testing.assert_allclose(result, A @ B, atol=1e-4 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 0), (1, STEP), (STEP, STEP), (STEP + 1, 2 * STEP)])
+def test_columns_of_zeros_fill_a_matrix_up(n, expected):
+    X = torch.randn(3, n)
+    whole = filled(X)
+    assert whole.shape == (3, expected)
+    assert torch.equal(whole[:, :n], X)
+    assert not whole[:, n:].any()
 
 
 def test_float32_is_not_rounded_to_less():

@@ -25,7 +25,7 @@ from fclmodels.numerics.subspace import (
 DTYPES = (torch.float32, torch.float64)
 ROUNDING = {torch.float32: 3e-6, torch.float64: 1e-13}
 SEEDS = st.integers(0, 10**6)
-SCALES = st.sampled_from([1e-15, 1e-6, 1.0, 1e6, 1e15])
+SCALES = st.sampled_from([1e-25, 1e-6, 1.0, 1e6, 1e25])
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -133,6 +133,14 @@ def test_directions_within_rounding_of_the_span_add_nothing():
     assert extend(Phi, known).shape == (200, 80)
 
 
+def test_what_is_new_of_a_direction_may_be_little_of_it():
+    known = torch.from_numpy(orthonormal(0, 60, 20)).float()
+    D = known @ torch.from_numpy(normal(1, 20, 6)).float() + 1e-3 * torch.from_numpy(normal(2, 60, 6)).float()
+    found = extend(known, D * torch.tensor([1, 1, 0.5, 0.5, 0.2, 0.2]))
+    expected = scipy.linalg.orth(np.concatenate([known.double(), D.double()], axis=1), rcond=1e-12)
+    assert_allclose(projector(found), projector(expected), atol=5e-6)
+
+
 def test_most_of_all_directions_are_kept_where_room_is_short():
     Phi, rest = torch.eye(5)[:, :3], torch.diag(torch.tensor([9.0, 9, 9, 1, 2]))
     more = torch.cat([rest, rest], dim=1)
@@ -177,7 +185,8 @@ def check_pairs(X: np.ndarray, dtype: torch.dtype, atol: float) -> None:
     largest = expected[0] if expected.size else 0.0
     assert_allclose(sigma, expected, atol=atol * largest)
     assert (sigma.diff() <= 0).all()
-    assert_allclose((U * sigma**2).double() @ U.T.double(), X @ X.T, atol=10 * ROUNDING[dtype] * largest**2)
+    U, sigma = U.double(), sigma.double()
+    assert_allclose((U * sigma**2) @ U.T, X @ X.T, atol=10 * ROUNDING[dtype] * largest**2)
 
 
 @given(d=st.integers(1, 12), n=st.integers(1, 30), rank=st.integers(0, 12), scale=SCALES, seed=SEEDS)
