@@ -96,7 +96,8 @@ class LayerInputs:
     def principal(self, basis: Tensor) -> tuple[Tensor, Tensor]:
         """Left singular vectors and values of the columns taken of X* (FedProTIP eq. 7); those of rounding are 0."""
         if self.columns is not None:
-            U, sigma = principal(self._residual(basis))
+            # Of more directions than columns there is nothing but rounding.
+            U, sigma = (found[..., : self.seen] for found in principal(self._residual(basis)))
             least = ROUNDING_OF_COLUMNS
         else:
             assert self.gram is not None

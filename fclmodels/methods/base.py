@@ -5,7 +5,7 @@ functions take and return, so that caching, resuming and running elsewhere need 
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,9 +21,11 @@ from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
-from fclmodels.numerics.relevance import Router
 from fclmodels.settings import Settings as BaseSettings
 from fclmodels.state import Tree
+
+if TYPE_CHECKING:
+    from fclmodels.numerics.relevance import Router
 
 Memory = dict[str, Tree]
 Predictor = Callable[[Tensor], Prediction]
@@ -79,7 +81,7 @@ class Method:
         """A function from inputs [B, C, H, W] to a Prediction, with the network set up once."""
         raise NotImplementedError
 
-    def router(self, server: Server) -> Router | None:
+    def router(self, server: Server) -> "Router | None":
         """What a served model needs to predict tasks from features by itself, where the method does so."""
         return None
 

@@ -39,10 +39,6 @@ class FedProTIP(Tip):
 
     class Settings(Tip.Settings):
         threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
-        samples: PositiveInt | None = Field(1280, description="images a client looks at to find a basis; null: all")
-        patches: PositiveInt | None = Field(
-            512, description="m_s, random columns of each layer's input that a client takes; null: all"
-        )
         rank_rule: Literal["residual-mass", "total-energy"] = Field(
             "residual-mass",
             description="of layers: share of the residual's singular values (eq. 8); total-energy: of all (release)",

@@ -45,8 +45,8 @@ class Fot(Subspaces):
         rank_rule: Literal["total-energy", "release"] = Field(
             "total-energy", description="energy with the share already covered; release: the released code's norm ratio"
         )
-        sketch_conv: PositiveFloat = Field(5.0, description="width of a convolution's sketch, in times its d")
-        sketch_linear: PositiveFloat = Field(5.0, description="width of a linear layer's sketch, in times its d")
+        sketch_conv: PositiveFloat = Field(2.0, description="width of a convolution's sketch, in times its d")
+        sketch_linear: PositiveFloat = Field(2.0, description="width of a linear layer's sketch, in times its d")
         gpse: Literal["global", "local"] = Field(
             "global",
             description="all clients on the final global model; local: the last round's clients on their own (release)",

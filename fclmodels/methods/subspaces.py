@@ -33,9 +33,9 @@ class Subspaces(FedAvg):
             0.95, gt=0, le=1, description="share of a layer's input that the first task's basis keeps"
         )
         threshold_step: float = Field(0.001, ge=0, le=1, description="the threshold rises by this with each task")
-        samples: PositiveInt | None = Field(None, description="images a client looks at to find a basis; null: all")
+        samples: PositiveInt | None = Field(256, description="images a client looks at to find a basis; null: all")
         patches: PositiveInt | None = Field(
-            4096, description="random columns of each layer's input that a client takes; null: all"
+            512, description="m_s, random columns of each layer's input that a client takes; null: all"
         )
         protect: tuple[str, ...] | None = Field(
             None, description="blocks of the backbone that are protected; null: all that are not frozen"

@@ -12,8 +12,9 @@ from torch import Tensor
 from fclmodels.numerics.gram import gram_of
 from fclmodels.numerics.products import filled, product
 
-# Of a direction no longer than this share of the longest, only rounding is left outside a span.
-NUMERICAL_RANK = 1e-5
+# Of a direction no longer than this share of the longest, only rounding is left outside a span. In float32 the smaller
+# singular vectors that clients send are blurred by more than their own precision.
+NUMERICAL_RANK = {torch.float32: 1e-4, torch.float64: 1e-5}
 # A Gram matrix in float32 blurs singular values below this share of the largest; while all of them are at most this
 # share of the sum, that moves the sum by less than 5e-4 and a rank by at most 1 (measured on trained networks).
 BLURRED, BLURRED_MASS = 1e-3, 1e-2
@@ -50,7 +51,7 @@ def extend(basis: Tensor, directions: Tensor) -> Tensor:
     if room == 0 or longest == 0:
         return basis
     U, sigma = principal(residual(given, known))
-    count = min(int((sigma > NUMERICAL_RANK * longest).sum()), room)
+    count = min(int((sigma > NUMERICAL_RANK[directions.dtype] * longest).sum()), room)
     # Twice is enough: the second pass removes what rounding left of the basis in the first one.
     fresh = torch.linalg.qr(residual(U[:, :count], known)).Q
     return torch.cat([basis, fresh.to(basis.dtype)], dim=1)
