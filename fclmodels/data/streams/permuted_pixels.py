@@ -1,7 +1,7 @@
 """Permuted pixels (PMNIST): the same samples in every task, their pixels in another fixed order.
 
 FOT sec. 5 says that each task is permuted; its release, like the protocol's first users, leaves the first as
-it is, which is the default here. A client keeps its images over the tasks where it takes part in all.
+it is, which is the default here.
 """
 
 from dataclasses import replace
@@ -26,6 +26,10 @@ class PermutedPixels(Stream):
         first_task: Literal["original", "permuted"] = Field(
             "original", description="pixels of the first task: as they are, or permuted like the others"
         )
+        dealt: Literal["once", "each-task"] = Field(
+            "once",
+            description="once: a client that takes part in all tasks keeps its images; each-task: they are dealt anew",
+        )
 
     settings: Settings
 
@@ -34,6 +38,8 @@ class PermutedPixels(Stream):
         classes = learned_classes(samples, rows)
         tasks = [Task(f"permutation {t}", classes, self._permutation(t)) for t in range(self.settings.tasks)]
         layout = same_for_all(tasks, [rows] * len(tasks), clients)
+        if self.settings.dealt == "each-task":
+            return layout
         return replace(layout, pools=tuple(replace(pool, key=0) for pool in layout.pools))
 
     def _permutation(self, task: int) -> int | None:

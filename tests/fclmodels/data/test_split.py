@@ -206,6 +206,16 @@ def test_clients_keep_their_images_under_all_permutations(made: Callable) -> Non
     assert one.equals(two)
 
 
+def test_images_dealt_for_each_task_go_to_other_clients_and_keep_their_side(made: Callable) -> None:
+    dealt = stream("permuted-pixels", tasks=3, dealt="each-task")
+    manifest, _ = made("plain", dealt, partition("dirichlet", val=0.2))
+    one, two = (manifest.filter(task=t).drop("task") for t in (0, 2))
+    assert one["sample"].sort().equals(two["sample"].sort())
+    assert not one.equals(two)
+    # val rows are for choosing: no other client may train on them in another task
+    assert manifest.group_by("sample").agg(pl.col("split").n_unique())["split"].to_list() == [1] * one.height
+
+
 def test_test_rows_have_the_class_proportions_of_the_train_rows(made: Callable) -> None:
     manifest, _ = made("official", stream("class-incremental", tasks=2), partition("dirichlet", 5, alpha=0.3, val=0))
     counts = manifest.group_by("label", "client").agg(
