@@ -3,8 +3,8 @@
     python bench/extraction.py [svd] [epochs] [memory] [--repeats 5]
 
 svd: a streamed Gram matrix and its eigenvectors against all columns and their SVD, d = 576, n = 490,000.
-epochs: what a client does at a task's end against one local epoch: all patches, and as many as the methods' settings
-take, at FOT's widths of sketches and with a basis of 20 % present.
+epochs: what a client does at a task's end against one local epoch: with all patches of all images, and with as many
+as the methods take by default; a basis of 20 % is there already.
 memory: the peak of anonymous memory over 500 to 50,000 samples.
 Seconds are the CPU's in one thread, so that other work on the machine tells little.
 """
@@ -148,18 +148,22 @@ def measure_epochs(name: str, repeats: int) -> dict[str, Any]:
     layers = {key: layer for key, layer in layers_of(network, shape).items() if key.startswith("backbone.")}
     bases = {key: random_basis(layer.width) for key, layer in layers.items()}
 
-    def extract(tell: Callable[[Layer, LayerInputs, Tensor], None], patches: int | None, kept: int = 0) -> None:
-        seen = observe(network, layers, inputs.split(BATCH), samples, patches, random(), kept)
+    def extract(
+        tell: Callable[[Layer, LayerInputs, Tensor], None], images: int, patches: int | None, kept: int = 0
+    ) -> None:
+        seen = observe(network, layers, inputs[:images].split(BATCH), images, patches, random(), kept)
         for key, layer in layers.items():
             tell(layer, seen[key], bases[key])
 
-    m_s = FedProTIP.Settings().patches
+    fot, fedprotip = Fot.Settings(), FedProTIP.Settings()
     sides: dict[str, Callable[[], None]] = {
         "epoch": partial(local_epoch, network, inputs, labels, batch),
-        "fot_default": partial(extract, sketches, Fot.Settings().patches),
-        "fot_all": partial(extract, sketches, None),
-        "fedprotip_default": partial(extract, core_bases, m_s, m_s or 0),
-        "fedprotip_all": partial(extract, core_bases, None),
+        "fot_default": partial(extract, sketches, min(samples, fot.samples or samples), fot.patches),
+        "fot_all": partial(extract, sketches, samples, None),
+        "fedprotip_default": partial(
+            extract, core_bases, min(samples, fedprotip.samples or samples), fedprotip.patches, fedprotip.patches or 0
+        ),
+        "fedprotip_all": partial(extract, core_bases, samples, None),
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(1 + repeats):
