@@ -19,7 +19,6 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
-from fclmodels.errors import UserError
 from fclmodels.federation import evaluation, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
@@ -36,13 +35,13 @@ from fclmodels.state import Tree, write_json
 from fclmodels.store import Store
 
 if TYPE_CHECKING:
-    from fclmodels.federation.monitors import Oracle
+    from fclmodels.federation.monitors.watch import Watch
 
 Stage = Literal["begin", "learn", "conclude", "evaluate"]
 Outcome = dict[str, Any]
 # Server mathematics has one fixed number of threads, whatever the clients have.
 SERVER_THREADS = 1
-MONITORS = "fclmodels.federation.monitors"  # imported only where one is switched on
+MONITORS = "fclmodels.federation.monitors.watch"  # imported only where one is switched on
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,8 @@ class Experiment:
         if stage == "learn":
             depends_on["rounds"] = self.method.run.rounds(task)
         monitors = self.params.monitors
-        if watched := {"learn": monitors.gradients and monitors.every, "conclude": monitors.used_share}.get(stage):
+        of_rounds = monitors.of_rounds and [*monitors.of_rounds, monitors.every, self.params.evaluation.batch_size]
+        if watched := {"learn": of_rounds, "conclude": monitors.used_share}.get(stage):
             depends_on["monitors"] = [watched, source_closure(MONITORS)]
         if stage == "evaluate":
             depends_on["evaluation"] = self.params.evaluation.model_dump(mode="json")
@@ -158,7 +158,7 @@ class Experiment:
         tables = run_folder.gathered(self.store, outcomes, ("monitors", "rounds"))
         if "monitors" not in tables or tables["monitors"].is_empty():
             return None
-        from fclmodels.federation.monitors import with_bounds
+        from fclmodels.federation.monitors.theorem2 import with_bounds
 
         return with_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
 
@@ -175,15 +175,15 @@ class Experiment:
         server, memories = self._state(step)
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
-            oracle = self._oracle(step.task, checkpoints)
-            look = oracle.look if oracle else None
+            watch = self._watch(step.task, checkpoints, server)
+            look = watch.look if watch else None
             position = rounds.learn(
                 self.method, server, memories, step.task, self.executor, checkpoints, self.listener, look
             )
             objects = self._keep(position.server, position.memories)
-            if oracle:
-                oracle.task_learned(position.server)
-                objects["monitors"] = self.store.put_table(oracle.table())
+            if watch:
+                watch.task_learned(position.server)
+                objects["monitors"] = self.store.put_table(watch.table())
             table = rounds.rounds_table(checkpoints.rounds)
             objects["rounds"] = self.store.put_table(table)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
@@ -203,7 +203,7 @@ class Experiment:
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
             objects["knowledge"] = self.store.put(server.knowledge)
             if self.params.monitors.used_share:
-                from fclmodels.federation.monitors import used_shares
+                from fclmodels.federation.monitors.used_share import used_shares
 
                 shares = used_shares(server.knowledge.get("bases", {}), step.task)
                 objects["monitors"] = self.store.put_table(shares)
@@ -233,13 +233,13 @@ class Experiment:
         finally:
             checkpoints.close()
 
-    def _oracle(self, task: int, checkpoints: Checkpoints) -> "Oracle | None":
-        """It looks on while a task is learned, where `monitors.gradients` is set."""
-        if not self.params.monitors.gradients:
+    def _watch(self, task: int, checkpoints: Checkpoints, start: Server) -> "Watch | None":
+        """It looks on while a task is learned, where a monitor of rounds is set."""
+        if not self.params.monitors.of_rounds:
             return None
-        from fclmodels.federation.monitors import Oracle
+        from fclmodels.federation.monitors.watch import Watch
 
-        return Oracle(self.method, task, checkpoints.monitors)
+        return Watch(self.method, task, checkpoints.monitors, start)
 
     @property
     def executor(self) -> Executor:
@@ -276,11 +276,10 @@ class Experiment:
         for free in ("rounds", "rounds_scale", "executor", "workers", "threads", "checkpoint_seconds"):
             del settings["federation"][free]
         backbone = plugins.find("backbone", self.params.model.backbone)
-        weights = self.params.model.weights
         return {
             "method": type(self.method).name,
             "settings": settings,
-            "weights": digest_of_file(weights) if weights else None,
+            "backbone": backbone(self.params.model).depends_on(),
             "server_threads": SERVER_THREADS,
             "seed": self.seed,
             "splits": self.splits.digest,
@@ -288,13 +287,6 @@ class Experiment:
             "torch": torch.__version__,
             "code": source_closure(type(self.method).__module__, backbone.__module__, rounds.__name__),
         }
-
-
-def digest_of_file(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as problem:
-        raise UserError(f"model.weights: {path} cannot be read: {problem.strerror}.") from problem
 
 
 def digest_of(content: Tree) -> str:

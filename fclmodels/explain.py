@@ -7,7 +7,7 @@ from typing import Any
 
 from fclmodels.errors import UserError
 from fclmodels.plugins import all_of
-from fclmodels.settings import BLOCKS, CHOICES, Params, Settings
+from fclmodels.settings import BLOCKS, CHOICES, Params, Settings, blocks_of
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,14 @@ def suggestion(keys: Sequence[str], known: Iterable[str]) -> str:
 
 
 def describe(cls: type[Settings], prefix: str = "", kinds: tuple[str, ...] = ()) -> list[Setting]:
-    """Every setting of a class, as its JSON schema has them."""
-    return [
-        Setting(prefix + key, kinds, _type(s), s.get("default"), _allowed(s), s.get("description", ""))
-        for key, s in cls.model_json_schema()["properties"].items()
-    ]
+    """Every setting of a class and of the blocks in it, as its JSON schema has them."""
+    inner, rows = blocks_of(cls), []
+    for key, s in cls.model_json_schema()["properties"].items():
+        if key in inner:
+            rows += describe(inner[key], f"{prefix}{key}.", kinds)
+        else:
+            rows.append(Setting(prefix + key, kinds, _type(s), s.get("default"), _allowed(s), s.get("description", "")))
+    return rows
 
 
 def _of_block(block: str) -> list[Setting]:

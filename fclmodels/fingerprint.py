@@ -1,4 +1,4 @@
-"""The digest of the source that a result depends on: a module and all it imports inside the project.
+"""Digests of what a result depends on: files, and the source of a module and all it imports inside the project.
 
 An edited algorithm changes the key of its results, an edit elsewhere does not. What is imported by name
 at run time (plugins) is not followed: whoever chooses a plugin adds its module.
@@ -13,7 +13,17 @@ from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from fclmodels.errors import UserError
+
 ROOT = "fclmodels"
+
+
+def digest_of_file(setting: str, path: Path) -> str:
+    """SHA-256 of a file that a setting names."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as problem:
+        raise UserError(f"{setting}: {path} cannot be read: {problem.strerror}.") from problem
 
 
 def source_closure(*modules: str) -> str:

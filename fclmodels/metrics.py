@@ -133,13 +133,29 @@ def forward(a: np.ndarray) -> float | None:
 
 
 def worst_drop(a: np.ndarray) -> float | None:
-    """The largest of the T - 1 drops in FT: from a task's best since it was learned to the end."""
-    return _largest(_drops_from_best(a))
+    """The worst drop of an earlier task: max_{k<T} (a[k, k] - a[T, k]), as in SPECIAL table 8.
+
+    Its formula is not in the text at hand; this is the worst term of BWT, which stands beside it, with the other sign.
+    Negative where every earlier task has gained.
+    """
+    return _largest(right_after(a)[:-1] - a[-1, :-1])
 
 
 def worst_acc(a: np.ndarray) -> float | None:
     """Accuracy on the worst task after the last one: min_k a[T, k]."""
     return _smallest(a[-1])
+
+
+def rounds_to_best(seen: pl.DataFrame) -> int | None:
+    """Rounds until the best, summed over tasks (SPECIAL table 3, which does not say of what): sum_t r_t.
+
+    r_t is the first round of task t, counted from 1, after which the mean accuracy over the tasks so far was as high as
+    ever during that task, among the rounds that the monitor `accuracy` looked at. They are test accuracies, seen
+    afterwards: it says how soon a method was at its best, not when to stop. None without that monitor's rows.
+    """
+    joint = seen.filter(pl.col("monitor") == "accuracy", pl.col("about").is_null())
+    best = joint.sort("value", -pl.col("round"), descending=True).group_by("task").agg(pl.first("round"))
+    return int((best["round"] + 1).sum()) if len(best) else None
 
 
 def client_acc(accuracies: np.ndarray) -> float | None:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from fclmodels.errors import Place, UserError, shown
 from fclmodels.explain import describe, explain, suggestion
 from fclmodels.plugins import all_of, find
-from fclmodels.settings import BLOCKS, CHOICES, ExperimentSettings, Params, PresetSettings, Settings
+from fclmodels.settings import BLOCKS, CHOICES, ExperimentSettings, Params, PresetSettings, Settings, blocks_of
 from fclmodels.written import Keys, Written
 
 __all__ = ["effective", "explain", "flat", "load", "method_settings", "preset_of"]
@@ -114,8 +114,10 @@ class _Check:
     def settings(self, keys: Keys, cls: type[Settings], given: dict[str, Any] | None = None) -> Any:
         """A block as settings of this class. As strict as JSON: "3" is no number, and true is not 1."""
         given = self.block(keys) if given is None else given
+        inner = {name: self.settings((*keys, name), block) for name, block in blocks_of(cls).items() if name in given}
+        given = {name: value for name, value in given.items() if name not in inner}
         try:
-            return cls.model_validate_json(json.dumps(given), strict=True)
+            return cls.model_validate_json(json.dumps(given), strict=True).model_copy(update=inner)
         except ValidationError as error:
             for key, details in groupby(error.errors(include_url=False), key=lambda detail: detail["loc"][:1]):
                 path = (*keys, *map(str, key))
@@ -143,7 +145,8 @@ class _Check:
     @cached_property
     def known(self) -> list[str]:
         """The paths of all blocks and settings there are. Imports every plugin, so only errors ask for it."""
-        return [*Params.model_fields, *(row.path for row in explain())]
+        inner = (f"{block}.{name}" for block, cls in BLOCKS.items() for name in blocks_of(cls))
+        return [*Params.model_fields, *inner, *(row.path for row in explain())]
 
     def choice(self, block: str) -> Any:
         """A block as settings of the plugin that it names; what only other plugins know stays unread."""
@@ -182,6 +185,12 @@ class _Check:
             both = ("federation", "clients_per_round"), ("partition", "clients")
             keys = max(both, key=lambda keys: self.written.place(keys).override)
             self.refuse(keys, f"federation.clients_per_round is {chosen}, but partition.clients is only {clients}.")
+        least, most = params.federation.faults.least, min(clients, chosen or clients)
+        if least > most:
+            self.refuse(
+                ("federation", "faults", "least"),
+                f"federation.faults.least is {least}, but no more than {most} clients are sampled in a round.",
+            )
         for key in ("methods", "seeds"):
             values = getattr(params.experiment, key)
             for number, value in enumerate(values):

@@ -15,7 +15,7 @@ import polars as pl
 from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
-from fclmodels.metrics import summary
+from fclmodels.metrics import rounds_to_best, summary
 from fclmodels.store import Store
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **_bytes(tables["ledger"]),
         **origin,
         **_scaled(experiment),
+        **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
+        **_faults(experiment, tables["rounds"]),
         **({"privacy": privacy} if (privacy := server.knowledge.get("privacy")) else {}),
     }
     state.write_json(folder / "result.json", result)
@@ -120,6 +122,15 @@ def _scaled(experiment: "Experiment") -> dict[str, Any]:
     run = experiment.method.run
     rounds = {"rounds": run.rounds, "of": run.rounds_set}
     return {"scaled": {name: [count(task) for task in range(experiment.tasks)] for name, count in rounds.items()}}
+
+
+def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
+    """What became of all clients that were sampled, where they can fail. Those neither missing nor counted came too
+    late: in a later task, or where late answers are dropped."""
+    if not experiment.params.federation.faults.on:
+        return {}
+    counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
+    return {"faults": {**counts, "dropped": counts["clients"] - counts["missing"] - counts["answers"]}}
 
 
 def _command(experiment: "Experiment", place: Path) -> str:

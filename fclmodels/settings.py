@@ -22,17 +22,23 @@ from pydantic import (
 
 
 class Settings(BaseModel):
-    """A block of settings: frozen, and a key that it does not know is an error."""
+    """A block of settings: frozen, and a key that it does not know is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    A setting whose name is a word of Python's has it as its alias, which is what is written everywhere.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class SourceSettings(Settings):
     source: str = Field("digits", description="where the samples come from: fcl list sources")
     root: Path = Field(Path("data/raw"), description="folder of the raw files (not read by embedded sources)")
+    skip_bad: bool = Field(False, description="leave out unreadable samples and empty classes instead of refusing them")
+
+
+class ImageSettings(SourceSettings):
     size: PositiveInt | None = Field(None, description="side in pixels that images are resized to; null: as they are")
     channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null: as they are")
-    skip_bad: bool = Field(False, description="leave out unreadable images and empty classes instead of refusing them")
     mean: tuple[float, ...] = Field(
         (0.5,), description="subtracted from pixels in 0..1, one for all channels or one each"
     )
@@ -70,6 +76,25 @@ class BackboneSettings(Settings):
     fresh: tuple[str, ...] = Field((), description="blocks that keep their random start where weights are read")
 
 
+class FaultSettings(Settings):
+    """Clients that fail in rounds of training, by a schedule that is drawn from the run's seed."""
+
+    missing: float = Field(0.0, ge=0, le=1, description="probability that a sampled client does not answer a round")
+    late: float = Field(0.0, ge=0, le=1, description="probability that an answer comes late")
+    late_rounds: PositiveInt = Field(1, le=1_000_000, description="largest delay in rounds; any from 1 on is as likely")
+    late_weight: Literal["age", "drop"] = Field(
+        "age", description="what a late answer counts: (1 + rounds of delay)^-1/2 of one in time, or nothing"
+    )
+    least: PositiveInt = Field(
+        1, le=1_000_000, description="answers without which a round is repeated with clients drawn anew"
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether a round can go otherwise than all sampled clients answering in time."""
+        return self.missing > 0 or self.late > 0 or self.least > 1
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -99,11 +124,13 @@ class FederationSettings(Settings):
     checkpoint_seconds: NonNegativeFloat = Field(
         5.0, description="least time between checkpoints of a task's rounds; 0: after every round"
     )
+    faults: FaultSettings = FaultSettings()
 
 
 class OptimizerSettings(Settings):
     kind: Literal["sgd", "adam", "adamw"] = Field("sgd", description="the clients' optimiser, new in each round")
     lr: PositiveFloat = Field(0.05, le=1e30, description="its learning rate")
+    lr_decay: PositiveFloat = Field(1.0, le=1, description="factor on it from one round of a task to the next")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     weight_decay: NonNegativeFloat = Field(0.0, le=1e6, description="weight decay")
 
@@ -148,7 +175,22 @@ class MonitorSettings(Settings):
         description="an oracle that reads old tasks' train data: gradient adequacy rho, interference beta, and the "
         "loss increase of old tasks beside its bound (FedProTIP section 5)",
     )
-    every: PositiveInt = Field(5, description="rounds from one look at gradients to the next within a task")
+    accuracy: bool = Field(
+        False,
+        description="accuracy on the test rows of each task so far, round by round, at the cost of an evaluation a "
+        "look; nothing is tuned by it (SPECIAL Figure 2, Table 3)",
+    )
+    drift: bool = Field(
+        False,
+        description="distance of the model from the one that the previous task left; where the server anchors to that, "
+        "also an oracle's bound of it (SPECIAL Lemma 4.9)",
+    )
+    every: PositiveInt = Field(5, description="rounds from one look to the next within a task")
+
+    @property
+    def of_rounds(self) -> tuple[str, ...]:
+        """Those that are on and look at rounds."""
+        return tuple(name for name in ("gradients", "accuracy", "drift") if getattr(self, name))
 
 
 class ExperimentSettings(Settings):
@@ -218,8 +260,15 @@ CHOICES = {  # the blocks whose settings depend on a plugin: its kind, and the k
     "partition": ("partition", "kind"),
     "model": ("backbone", "backbone"),
 }
-BLOCKS: dict[str, type[Settings]] = {
-    name: field.annotation
-    for name, field in Params.model_fields.items()
-    if inspect.isclass(field.annotation) and issubclass(field.annotation, Settings)
-}
+
+
+def blocks_of(cls: type[Settings]) -> dict[str, type[Settings]]:
+    """The settings of a class that are blocks themselves."""
+    return {
+        name: field.annotation
+        for name, field in cls.model_fields.items()
+        if inspect.isclass(field.annotation) and issubclass(field.annotation, Settings)
+    }
+
+
+BLOCKS = blocks_of(Params)

@@ -68,7 +68,7 @@ def prepare(
     else:
         shape = " x ".join(map(str, meta["shape"]))
         terminal.tell(
-            f"{out}: {meta['samples']} images of {shape}, {len(meta['classes'])} classes from {meta['source']}", quiet
+            f"{out}: {meta['samples']} samples of {shape}, {len(meta['classes'])} classes from {meta['source']}", quiet
         )
 
 

@@ -42,6 +42,8 @@ def experiment(
         Experiment(settings, method, seed, Splits.open(folder), HOME) as run,
         locked(HOME / "locks" / identity_of(run), lambda: tell(f"{run.label}: another fcl is at it; waiting", quiet)),
     ):
+        for line in run.method.advice():
+            tell(f"{run.label}: {line}", quiet)
         watcher = watch(run.label, [run.method.run.rounds(task) for task in range(run.tasks)], quiet)
         run.listener = watcher
         with tracked(run, settings.tracking, HOME) as tracking, watcher:

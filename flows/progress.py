@@ -45,7 +45,7 @@ class Lines(Silent):
             place = (
                 f"task {row['task'] + 1} of {len(self.rounds)}, round {row['round'] + 1} of {self.rounds[row['task']]}"
             )
-            self.say(f"{place}, loss {row['loss']:.3f}")
+            self.say(f"{place}, loss {row['loss']:.3f}{answers_in(row)}")
 
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         known = " (known from before)" if again else ""
@@ -88,7 +88,8 @@ class Bars(Silent):
         done = sum(self.rounds[: row["task"]]) + row["round"] + 1
         self.measured = (self.measured[0] + 1, self.measured[1] + row["seconds"])
         left = (sum(self.rounds) - done) * self.measured[1] / self.measured[0]
-        self.show(done, row["task"], loss=f"loss {row['loss']:.3f}", left=f"{left // 60:.0f}:{left % 60:02.0f} left")
+        loss = f"loss {row['loss']:.3f}{answers_in(row)}"
+        self.show(done, row["task"], loss=loss, left=f"{left // 60:.0f}:{left % 60:02.0f} left")
 
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         self.show(sum(self.rounds[: task + 1]), task, accuracy=accuracy_in(summary))
@@ -106,6 +107,14 @@ def watch(label: str, rounds: Sequence[int], quiet: bool) -> Silent:
     if quiet:
         return Silent(label, rounds)
     return (Bars if console.is_terminal else Lines)(label, rounds, console)
+
+
+def answers_in(row: dict[str, Any]) -> str:
+    """How many answers a round has, where federation.faults left them other than one of each client in time."""
+    if row["answers"] == row["clients"] and not row["late"]:
+        return ""
+    late = f", {row['late']} late" if row["late"] else ""
+    return f", {row['answers']} answers from {row['clients']} clients{late}"
 
 
 def accuracy_in(summary: Summary) -> str:

@@ -44,17 +44,19 @@ def show_comparison(runs: Sequence[Path]) -> None:
     by_fgt = any("fgt" in figure.values for figures in papers.values() for figure in figures)
     shown = {"acc": "accuracy", "learning_acc": "right after"}
     shown |= {"fgt": "forgetting (FGT)"} if by_fgt else {"ft": "forgetting"}
+    shown |= {"worst_drop": "worst drop"}
     readings = dict.fromkeys(row["reading"] for row in table)
     for reading in readings:
         rows = [
             {"method": row["method"], "seeds": row["seeds"]}
             | {title: terminal.percent(row[name], row[f"{name}_std"]) for name, title in shown.items()}
-            | {"sent up": terminal.size(row["bytes_up"]), "seconds": f"{row['seconds']:.1f}"}
             for row in table
             if row["reading"] == reading
         ]
         rows += [_paper_row(figure, shown) for figure in papers.get(reading, ())]
         terminal.show(rows, as_json=False, title=f"{reading.replace('_', '-')}, in %")
+    costs = {row["method"]: _costs(row) for row in table}
+    terminal.show(list(costs.values()), as_json=False, title="a run")
     for note in filter(None, (words.by_batch(readings, batch_size(groups)), *report.shrunk(groups))):
         terminal.tell(note)
 
@@ -77,6 +79,17 @@ def show_traffic(table: pl.DataFrame) -> None:
         terminal.show(rows, as_json=False, title=f"{TITLES[when]}: MB each time, by task")
     if len(seen) < len(table):
         terminal.tell("Parts that would show as 0.000 are left out; --json has them.")
+
+
+def _costs(row: dict[str, Any]) -> dict[str, Any]:
+    """A method's costs; rounds to best are known where monitors.accuracy was on."""
+    return {
+        "method": row["method"],
+        "sent up": terminal.size(row["bytes_up"]),
+        "seconds": f"{row['seconds']:.1f}",
+        "a round": terminal.number(row["seconds_per_round"]),
+        "rounds to best": terminal.number(row["rounds_to_best"]),
+    }
 
 
 def _names(runs: Iterable[str]) -> dict[str, str]:

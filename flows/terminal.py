@@ -54,6 +54,11 @@ def percent(value: float | None, spread: float | None = None) -> str:
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
 
 
+def number(value: float | None) -> str:
+    """Three digits, where it is known."""
+    return "–" if value is None else f"{value:.3g}"
+
+
 def size(value: float | None) -> str:
     """Bytes for people."""
     if value is None:

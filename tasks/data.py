@@ -56,10 +56,10 @@ class Origin:
 
 
 def origin_of_prepared(params: Params) -> Origin:
-    source = plugins.find("source", params.data.source)
+    source = plugins.find("source", params.data.source)(params.data)
     settings = flat({"data": params.data.model_dump(mode="json")})
-    code = source_closure(source.__module__, preparing.__name__)
-    raw = _stamp(params.data.root) if source.reads_root else None
+    code = source_closure(type(source).__module__, preparing.__name__)
+    raw = [_stamp(folder) for folder in source.folders]
     return Origin({**settings, "code of data": code, "raw files": raw})
 
 
@@ -114,7 +114,7 @@ def _prepared_for(params: Params, home: Path) -> Path:
 
 
 def _prepared_is_there(splits: Path) -> bool:
-    """Whether the images that the splits number are still the ones that they were made from."""
+    """Whether the samples that the splits number are still the ones that they were made from."""
     try:
         facts = json.loads((splits / "stream.json").read_text())
         return Prepared.open(splits / facts["prepared"]).meta.digest == facts["prepared_digest"]

@@ -13,13 +13,13 @@ from fclmodels import state
 from fclmodels.backbones.batch_norm import drop_statistics
 from fclmodels.backbones.network import skeleton
 from fclmodels.backbones.spec import ModelSpec
-from fclmodels.data.augment import normalise
+from fclmodels.data.augment import as_inputs
 from fclmodels.federation.prediction import Columns
 from fclmodels.numerics.relevance import Router
 
 
 class Served(PythonModel):
-    """Images, uint8 [B, C, H, W] as they were prepared, to the names of their classes.
+    """Samples as they were prepared, images [B, C, H, W] or token ids [B, 2, L], to the names of their classes.
 
     Where the model has a router, a sample's classes are those of the task predicted for it; else all tasks'.
     """
@@ -44,7 +44,7 @@ class Served(PythonModel):
         self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None
     ) -> np.ndarray:
         with torch.inference_mode():
-            features = self.network.backbone(normalise(torch.as_tensor(model_input), self.mean, self.std))
+            features = self.network.backbone(as_inputs(torch.as_tensor(model_input), self.mean, self.std))
             logits = torch.cat([head(features) for head in self.network.heads], dim=1)
             if self.router is not None:
                 tasks = self.router.sample_scores(features).argmax(1)

@@ -14,6 +14,7 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import ColSpec, Schema, TensorSpec
 
+from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
 from fclmodels.report import words
 
@@ -95,11 +96,10 @@ def as_table(shown: Matrix) -> dict[str, Any]:
 
 
 def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None:
-    """The network as a pyfunc from images to class names: code and safetensors, nothing pickled."""
+    """The network as a pyfunc from prepared samples to class names: code and safetensors, nothing pickled."""
     shape = json.loads(stream.read_text())["shape"]
-    signature = ModelSignature(
-        Schema([TensorSpec(np.dtype("uint8"), (-1, *shape))]), Schema([ColSpec("string", "class")])
-    )
+    kind = kind_of(shape)
+    signature = ModelSignature(Schema([TensorSpec(kind.dtype, (-1, *shape))]), Schema([ColSpec("string", "class")]))
     logged = client.create_logged_model(client.get_run(run).info.experiment_id, name="model", source_run_id=run)
     mlflow.set_tracking_uri(client.tracking_uri)
     mlflow.pyfunc.log_model(
@@ -107,8 +107,8 @@ def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None
         python_model=str(SERVED),
         artifacts={"model": str(model), "stream": str(stream)},
         signature=signature,
-        input_example=np.zeros((1, *shape), np.uint8),
-        pip_requirements=["fclflow"],
+        input_example=np.zeros((1, *shape), kind.dtype),
+        pip_requirements=["fclflow[text]" if kind is TEXTS else "fclflow"],
         model_id=logged.model_id,
     )
     client.log_outputs(run, [LoggedModelOutput(logged.model_id, step=0)])

@@ -30,14 +30,17 @@ from tasks.locking import locked
 BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
 IDENTITY, LEARNED, ERROR = "fcl.identity", "fcl.learned", "fcl.error"
 ARTIFACTS = Path("mlartifacts")
+COLUMNS = ("loss", "bytes_up", "bytes_down", "seconds")  # of rounds.parquet
+FAULTS = ("answers", "late", "missing")  # where clients can fail
 ONCE: tuple[Stage, ...] = ("begin", "conclude", "evaluate")
 
 
 class Tracking:
     """The MLflow run of an experiment."""
 
-    def __init__(self, client: MlflowClient, run: Run) -> None:
+    def __init__(self, client: MlflowClient, run: Run, faults: bool) -> None:
         self.client = client
+        self.columns = COLUMNS + FAULTS * faults
         self.id: str = run.info.run_id
         self.complete: bool = run.info.status == "FINISHED"
         self.failed_before: bool = ERROR in run.data.tags
@@ -65,7 +68,8 @@ class Tracking:
         if learned <= self.learned:
             return
         now = time.time_ns() // 1_000_000
-        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(rounds)]
+        trained = rounds.select("step", *self.columns)
+        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
         for reading, values in summary.items():
             metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
         if monitored is not None:
@@ -95,7 +99,7 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
     except (MlflowException, SQLAlchemyError, OSError) as problem:
         reason = str(problem).partition("\n")[0]
         raise UserError(f"tracking.uri: {settings.uri} cannot be used: {reason}") from problem
-    tracking = Tracking(client, run)
+    tracking = Tracking(client, run, experiment.params.federation.faults.on)
     if not tracking.complete:
         tracking.begin(experiment.settings)
     try:
@@ -116,6 +120,8 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any], 
     now = time.time_ns() // 1_000_000
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
     metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
+    if "rounds_to_best" in result:
+        metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], now, 0))
     if "privacy" in result:
         metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
     tags = [RunTag(name, text) for name, text in _tags(result).items()]
@@ -187,24 +193,22 @@ def _tags(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _of_rounds(rounds: pl.DataFrame) -> Iterator[tuple[int, str, float]]:
-    names = {
-        "loss": "train/loss",
-        "bytes_up": "train/bytes_up",
-        "bytes_down": "train/bytes_down",
-        "seconds": "train/seconds",
-    }
     for row in rounds.iter_rows(named=True):
-        for column, name in names.items():
-            if row[column] is not None:
-                yield row["step"], name, row[column]
+        step = row.pop("step")
+        yield from ((step, f"train/{name}", value) for name, value in row.items() if value is not None)
 
 
 def _of_monitors(rows: pl.DataFrame, first_step: int, learned: int) -> Iterator[tuple[int, str, float]]:
-    """A round's rows at its step, those of a task at the number of tasks learned; old tasks' numbers begin at 1."""
+    """A round's rows at its step, those of a task at the number of tasks learned; tasks' numbers begin at 1."""
     for row in rows.iter_rows(named=True):
         step = learned if row["round"] is None else first_step + row["round"]
-        if row["monitor"] == "used_share":
-            yield step, f"used_share/{row['layer'] or 'mean'}", row["value"]
-        else:
-            about = "" if row["about"] is None else f"/task-{row['about'] + 1}"
-            yield step, f"oracle/{row['monitor']}{about}", row["value"]
+        yield step, _name_of_monitor(row["monitor"], row["layer"], row["about"]), row["value"]
+
+
+def _name_of_monitor(monitor: str, layer: str | None, about: int | None) -> str:
+    task = None if about is None else f"task-{about + 1}"
+    if monitor in ("used_share", "accuracy"):
+        whole = {"used_share": "mean", "accuracy": "all-so-far"}
+        return f"{monitor}/{layer or task or whole[monitor]}"
+    name = monitor if monitor == "drift" else f"oracle/{monitor}"
+    return name if task is None else f"{name}/{task}"

@@ -1,10 +1,13 @@
 """What every test stands on: an environment of its own, and no way out to the network."""
 
+import importlib.util
 import ipaddress
+import json
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +77,28 @@ def refuse_others(host: str | bytes | None) -> None:
         here = False
     if not here:
         pytest.fail(f"reached out to {name}")
+
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = ("a", "the", "film", "plot", "was", "is", "good", "bad", "warm", "cold", "not", "##s", ",", ".", '"')
+ENCODER = {
+    "model_type": "bert",
+    "vocab_size": len(SPECIAL_TOKENS + WORDS),
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as Hugging Face lays it out: a tiny BERT's config and its WordPiece vocabulary. Do not change it."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (extra text)")
+    folder = tmp_path_factory.mktemp("encoder")
+    (folder / "config.json").write_text(json.dumps(ENCODER))
+    (folder / "vocab.txt").write_text("\n".join(SPECIAL_TOKENS + WORDS))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    return folder

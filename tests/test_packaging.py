@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("flows", "tasks", "fclmodels")
 BASE = [Requirement(line) for line in PROJECT["dependencies"]]
-WORKFLOW, DEV = ([Requirement(line) for line in PROJECT["optional-dependencies"][e]] for e in ("workflow", "dev"))
+EXTRAS = {name: [*map(Requirement, lines)] for name, lines in PROJECT["optional-dependencies"].items()}
+ALL = BASE + [requirement for extra in EXTRAS.values() for requirement in extra]
 PINS = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
 )
@@ -39,14 +40,14 @@ def brought_by(requirements: Iterable[Requirement]) -> set[str]:
     return {name for name, _ in found}
 
 
-@pytest.mark.parametrize("requirement", BASE + WORKFLOW + DEV, ids=str)
+@pytest.mark.parametrize("requirement", ALL, ids=str)
 def test_every_requirement_is_pinned_inside_its_range(requirement: Requirement) -> None:
     assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
 
 
 def test_everything_that_the_requirements_bring_is_pinned() -> None:
     gpu_build = ("nvidia-", "cuda-", "triton")
-    brought = {name for name in brought_by(BASE + WORKFLOW + DEV) if not name.startswith(gpu_build)}
+    brought = {name for name in brought_by(ALL) if not name.startswith(gpu_build)}
     assert brought - {canonicalize_name(name) for name in PINS} == set()
 
 
@@ -65,7 +66,7 @@ def imported(package: str) -> set[str]:
 def test_what_the_packages_import_is_required_by_name() -> None:
     owners = metadata.packages_distributions()
     foreign = set().union(*map(imported, PACKAGES)) - {*PACKAGES, *sys.stdlib_module_names}
-    required = {canonicalize_name(r.name) for r in BASE + WORKFLOW} | {"pydantic-core"}  # a part of pydantic
+    required = {canonicalize_name(r.name) for r in BASE + EXTRAS["workflow"]} | {"pydantic-core"}  # a part of pydantic
     assert {name for name in foreign if not required & {canonicalize_name(o) for o in owners.get(name, [])}} == set()
 
 

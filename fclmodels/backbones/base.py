@@ -6,29 +6,36 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
+from fclmodels.fingerprint import digest_of_file
+from fclmodels.kinds import IMAGES, Kind
 from fclmodels.settings import BackboneSettings
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FeatureNet(nn.Module):
-    """Maps a batch of inputs to features [B, F]; images come as floats [B, C, H, W]."""
+    """Maps a batch of inputs to features [B, F]; images come as floats [B, C, H, W], texts as ids [B, 2, L]."""
 
     features: int
     """F, the width of what it returns."""
     blocks: tuple[str, ...]
-    """Its top-level children from input to output, each of which `model.freeze` may name."""
+    """Names of its children from input to output, or of theirs, each of which `model.freeze` may name."""
     hints: ClassVar[Mapping[str, str]] = {}
     """By tensor name: which settings its shape follows, told where a weights file does not fit."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def own_names(self, read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of a weights file by the names that they have here."""
+        return read
+
 
 class Backbone:
     """A kind of network: settings, and how to build it for inputs of one shape."""
 
     Settings: type[BackboneSettings] = BackboneSettings
+    reads: ClassVar[Kind] = IMAGES
 
     def __init__(self, settings: BackboneSettings) -> None:
         self.settings = settings
@@ -36,3 +43,8 @@ class Backbone:
     def build(self, shape: tuple[int, ...]) -> FeatureNet:
         """A new network for inputs of this shape (without the batch), drawn from torch's global generator."""
         raise NotImplementedError
+
+    def depends_on(self) -> dict[str, str]:
+        """What its results depend on besides settings and code: digests of files, versions of packages."""
+        weights = self.settings.weights
+        return {"weights": digest_of_file("model.weights", weights)} if weights else {}

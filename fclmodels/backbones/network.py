@@ -10,6 +10,7 @@ from fclmodels.backbones.heads import HEADS, Heads
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.backbones.weights import load_weights
 from fclmodels.errors import UserError, did_you_mean
+from fclmodels.kinds import kind_of
 from fclmodels.plugins import find
 from fclmodels.randomness import ambient
 
@@ -69,6 +70,9 @@ def blocks(spec: ModelSpec, network: Network, setting: str) -> tuple[str, ...]:
 def _assemble(spec: ModelSpec, seed: int) -> Network:
     plugin = find("backbone", spec.settings["backbone"])
     kind = plugin(plugin.Settings(**spec.settings))
+    if kind_of(spec.shape) is not kind.reads:
+        samples = kind_of(spec.shape).plural
+        raise UserError(f"model.backbone: {plugin.name} reads {kind.reads.plural}, these samples are {samples}.")
     # Layers draw from torch's global generator when they are made.
     with ambient(seed, "backbone", device=torch.device("cpu")):
         backbone = kind.build(spec.shape)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Norm = Literal["batch", "batch-no-stats", "group", "none"]
+STATISTICS = ("running_mean", "running_var")
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -47,7 +48,7 @@ def depends_on_batch(network: nn.Module) -> bool:
 
 def statistics_names(network: nn.Module) -> set[str]:
     """Names of the buffers that hold running means and variances."""
-    return _buffers_called(network, ("running_mean", "running_var"))
+    return _buffers_called(network, STATISTICS)
 
 
 def counter_names(network: nn.Module) -> set[str]:

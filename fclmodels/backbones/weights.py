@@ -18,7 +18,7 @@ HEAD_PREFIXES = ("fc.", "heads.")
 def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) -> None:
     """Fill the backbone, but for the blocks `fresh`, from a state dict of its own names (torchvision's, or a run's)."""
     passed_over = (*HEAD_PREFIXES, *(f"{block}." for block in fresh))
-    read = {name.removeprefix("backbone."): tensor for name, tensor in read_tensors(path).items()}
+    read = backbone.own_names({name.removeprefix("backbone."): t for name, t in read_tensors(path).items()})
     given = {name: tensor for name, tensor in read.items() if not name.startswith(passed_over)}
     for name in _unused_statistics(backbone):
         given.pop(name, None)

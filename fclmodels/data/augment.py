@@ -36,6 +36,11 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     return images.to(torch.float32).mul_(1 / (255 * scale)).sub_(shift / scale)
 
 
+def as_inputs(samples: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Samples as prepared to what a network takes in: pixels are normalised, token ids stay as they are."""
+    return normalise(samples, mean, std) if samples.dtype == torch.uint8 else samples
+
+
 def crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     """A window of the old size, anywhere in the image with `padding` zeros on each side."""
     count, _, height, width = images.shape

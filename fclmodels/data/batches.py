@@ -1,14 +1,16 @@
 """Rows of the manifest as batches on the device: gathered, augmented, permuted, normalised."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fclmodels.data.augment import augment, normalise
+from fclmodels.data.augment import as_inputs, augment
 from fclmodels.data.splits import Rows, Splits
+from fclmodels.errors import UserError
+from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.randomness import generator
 from fclmodels.settings import AugmentSettings
 
@@ -18,15 +20,27 @@ CHUNK_BYTES = 8_000_000
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs [B, C, H, W] floats, labels [B] in the stream's label space, tasks [B]; all on the device."""
+    """inputs [B, C, H, W] floats or [B, 2, L] token ids, labels [B] in the stream's label space, tasks [B]; all on the
+    device."""
 
     inputs: Tensor
     labels: Tensor
     tasks: Tensor
 
+    def take(self, places: Tensor) -> "Batch":
+        """The samples at these places, an index on any device."""
+        places = places.to(self.labels.device)
+        return Batch(self.inputs[places], self.labels[places], self.tasks[places])
+
+    @staticmethod
+    def concatenate(parts: Sequence["Batch"]) -> "Batch":
+        return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("inputs", "labels", "tasks")))
+
 
 class Batches:
     def __init__(self, splits: Splits, augmentation: AugmentSettings, device: torch.device) -> None:
+        if kind_of(splits.shape) is TEXTS and augmentation != AugmentSettings():
+            raise UserError("augment: these samples are texts, which nothing here augments. Leave the block out.")
         self.splits = splits
         self.augmentation = augmentation
         self.device = device
@@ -35,29 +49,46 @@ class Batches:
     def shuffled(self, rows: Rows, size: int, random: torch.Generator) -> Iterator[Batch]:
         """One epoch in random order, augmented; the last batch may be smaller."""
         order = torch.randperm(len(rows), generator=random)
-        on_device = generator("augment", int(torch.randint(2**62, (), generator=random)), device=self.device)
+        on_device = self.augmenting(random)
         for raw in self._chunks(rows, order, size):
-            yield from self._slices(replace(raw, inputs=augment(raw.inputs, self.augmentation, on_device)), size)
+            yield from self._slices(self._augmented(raw, on_device), size)
 
     def ordered(self, rows: Rows, size: int) -> Iterator[Batch]:
         """All rows as they stand, not augmented."""
         for raw in self._chunks(rows, torch.arange(len(rows)), size):
             yield from self._slices(raw, size)
 
-    def _chunks(self, rows: Rows, order: Tensor, size: int) -> Iterator[Batch]:
-        """A few batches at once, with the raw pixels as inputs."""
-        pixels = int(np.prod(self.splits.shape))
-        length = size * max(1, CHUNK_BYTES // (4 * pixels * size))
+    def raw(self, rows: Rows) -> Batch:
+        """These rows with their pixels (uint8) or token ids (int32) as prepared: what a client can store."""
         columns = [torch.from_numpy(column) for column in (rows.samples, rows.labels, rows.tasks)]
-        for part in order.split(length):
-            samples, labels, tasks = (column[part] for column in columns)
-            images, labels, tasks = (t.to(self.device) for t in (self.splits.images[samples], labels, tasks))
-            yield Batch(images, labels, tasks)
+        return Batch(*(t.to(self.device) for t in (self.splits.images[columns[0]], *columns[1:])))
+
+    def of_raw(self, raw: Batch, on_device: torch.Generator) -> Batch:
+        """Stored samples as a batch to train on: augmented, permuted by their tasks, normalised."""
+        return self._ready(self._augmented(raw, on_device))
+
+    def augmenting(self, random: torch.Generator) -> torch.Generator:
+        """A generator for augmentation on the device, keyed by a draw from one on the CPU."""
+        return generator("augment", int(torch.randint(2**62, (), generator=random)), device=self.device)
+
+    def _chunks(self, rows: Rows, order: Tensor, size: int) -> Iterator[Batch]:
+        """A few batches at once, with the raw samples as inputs; none where there are no rows."""
+        numbers = int(np.prod(self.splits.shape))
+        length = size * max(1, CHUNK_BYTES // (4 * numbers * size))
+        for part in order.split(length) if len(order) else ():
+            yield self.raw(rows.take(part.numpy()))
 
     def _slices(self, raw: Batch, size: int) -> Iterator[Batch]:
-        inputs = normalise(self._permuted(raw.inputs, raw.tasks), self.splits.mean, self.splits.std)
-        for batch in zip(inputs.split(size), raw.labels.split(size), raw.tasks.split(size), strict=True):
+        ready = self._ready(raw)
+        for batch in zip(ready.inputs.split(size), ready.labels.split(size), ready.tasks.split(size), strict=True):
             yield Batch(*batch)
+
+    def _augmented(self, raw: Batch, on_device: torch.Generator) -> Batch:
+        return replace(raw, inputs=augment(raw.inputs, self.augmentation, on_device))
+
+    def _ready(self, raw: Batch) -> Batch:
+        """What a network takes in: pixels permuted and normalised."""
+        return replace(raw, inputs=as_inputs(self._permuted(raw.inputs, raw.tasks), self.splits.mean, self.splits.std))
 
     def _permuted(self, images: Tensor, tasks: Tensor) -> Tensor:
         """Pixels in the order of each row's task; all channels of a pixel move together."""

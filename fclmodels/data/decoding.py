@@ -1,4 +1,4 @@
-"""Pictures of a catalogue to pixels of one shape, in parallel; what cannot be used is told, row by row."""
+"""Samples of a catalogue as arrays of one shape, made in parallel; what cannot be used is told, row by row."""
 
 import os
 import warnings
@@ -14,23 +14,24 @@ from PIL import Image, UnidentifiedImageError
 
 from fclmodels.data.sources.base import Catalogue
 from fclmodels.errors import UserError
-from fclmodels.settings import SourceSettings
+from fclmodels.kinds import kind_of
+from fclmodels.settings import ImageSettings, SourceSettings
 
 CHUNK = 256
 PROBES = 64
 MOST_PIXELS = 100_000_000
 GREY = ("1", "L", "LA", "La")
 
-UNREADABLE = "unreadable images"
-OTHER_SIZE = "images of another size than most"
-OTHER_CHANNELS = "images with other channels than most"
+UNREADABLE = "unreadable {}"
+OTHER_SIZE = "{} of another size than most"
+OTHER_CHANNELS = "{} with other channels than most"
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row of the catalogue cannot be used: one of the kinds above, and particulars."""
+    """Why a row of the catalogue cannot be used: one of the kinds above (of images, or texts), and particulars."""
 
     row: int
     kind: str
@@ -57,21 +58,21 @@ def commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
     rows = np.linspace(0, count - 1, min(count, PROBES)).astype(int).tolist()
     with warnings.catch_warnings(action="ignore"):
         tried = [_decode_row(catalogue, row, settings) for row in rows]
-    shapes = Counter(image.shape for image in tried if isinstance(image, np.ndarray))
+    shapes = Counter(array.shape for array in tried if isinstance(array, np.ndarray))
     if not shapes:
         first = next(fault for fault in tried if isinstance(fault, Fault))
         origin = catalogue.samples["origin"][first.row]
         raise UserError(
-            f"none of {len(rows)} images tried can be read ({origin}: {first.why}). Check data.source and data.root."
+            f"none of {len(rows)} samples tried can be read ({origin}: {first.why}). Check data.source and data.root."
         )
-    ((channels, height, width), _), *_ = shapes.most_common(1)
-    return channels, height, width
+    ((shape, _),) = shapes.most_common(1)
+    return shape
 
 
 def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, path: Path) -> list[Fault]:
-    """Write each usable image into its row of a new .npy file [N, C, H, W]; the rows of the others stay black."""
+    """Write each usable sample into its row of a new .npy file [N, *shape]; the rows of the others stay 0."""
     count = len(catalogue.samples)
-    images = open_memmap(path, "w+", np.uint8, (count, *shape))
+    arrays = open_memmap(path, "w+", kind_of(shape).dtype, (count, *shape))
 
     def decode_chunk(start: int) -> list[Fault]:
         faults: list[Fault] = []
@@ -80,7 +81,7 @@ def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, pat
             if isinstance(found, Fault):
                 faults.append(found)
             elif found.shape == shape:
-                images[row] = found
+                arrays[row] = found
             else:
                 faults.extend(_differences(row, found.shape, shape))
         return faults
@@ -93,8 +94,12 @@ def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, pat
 
 def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.ndarray | Fault:
     try:
-        with catalogue.image(row) as image:
-            return decode(image, settings.size, settings.channels)
+        sample = catalogue.open(row)
+        if isinstance(sample, np.ndarray):
+            return sample
+        assert isinstance(settings, ImageSettings)
+        with sample:
+            return decode(sample, settings.size, settings.channels)
     except UnidentifiedImageError:
         return Fault(row, UNREADABLE, "not an image")
     except Exception as problem:  # on a damaged file a decoder may raise anything

@@ -1,7 +1,7 @@
-"""A source is decoded once: images as one memory-mapped uint8 array [N, C, H, W], their table beside it.
+"""A source is decoded once: its samples (kinds.py) as one memory-mapped array, their table beside it.
 
-What cannot be used (unreadable files, images unlike the others, classes without images) is named in one error, or left
-out and counted where data.skip_bad says so.
+What cannot be used (unreadable samples, images unlike the others, classes without samples) is named in one error, or
+left out and counted where data.skip_bad says so.
 """
 
 import hashlib
@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict
 from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Fault, Shape, commonest_shape, decode_all
 from fclmodels.data.sources.base import COLUMNS, Catalogue, Source
 from fclmodels.errors import UserError
+from fclmodels.kinds import TEXTS, kind_of
+from fclmodels.settings import ImageSettings, SourceSettings
 
 NAMED = 20
 AGAIN = "Make it again: fcl prepare."
@@ -43,17 +45,18 @@ class Meta(BaseModel):
     own_label_spaces: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    tokenizer: str | None = None
     skipped: int
     digest: str = ""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder: images [N, C, H, W] on disk, and one row a sample of what is known about them."""
+    """A prepared folder: the samples as an array [N, *shape] on disk, and one row a sample of what is known of them."""
 
     folder: Path
     meta: Meta
-    images: np.ndarray
+    array: np.ndarray
     samples: pl.DataFrame
 
     @classmethod
@@ -61,17 +64,19 @@ class Prepared:
         """Read a prepared folder; UserError where a file is missing, cut short or does not fit the others."""
         folder = Path(folder)
         meta = _read(folder / "meta.json", lambda path: Meta.model_validate_json(path.read_bytes()))
-        images = _read(folder / "images.npy", lambda path: np.load(path, mmap_mode="r"))
+        file = folder / kind_of(meta.shape).file
+        array = _read(file, lambda path: np.load(path, mmap_mode="r"))
         samples = _read(folder / "samples.parquet", pl.read_parquet)
         if samples.schema != {"sample": pl.UInt32} | COLUMNS:
             raise UserError(f"{folder / 'samples.parquet'} has other columns: {', '.join(samples.columns)}. {AGAIN}")
-        if images.dtype != np.uint8 or images.shape != (len(samples), *meta.shape):
-            raise UserError(f"{folder / 'images.npy'} holds {images.shape}, not {(len(samples), *meta.shape)}. {AGAIN}")
-        return cls(folder, meta, images, samples)
+        found, right = (array.dtype, array.shape), (kind_of(meta.shape).dtype, (len(samples), *meta.shape))
+        if found != right:
+            raise UserError(f"{file} holds {found[0]} {found[1]}, not {right[0]} {right[1]}. {AGAIN}")
+        return cls(folder, meta, array, samples)
 
     def verify(self) -> None:
         """UserError where the content is no longer the one that the digest names."""
-        if digest(self.meta, self.images, self.samples) != self.meta.digest:
+        if digest(self.meta, self.array, self.samples) != self.meta.digest:
             raise UserError(f"{self.folder} does not match its digest (changed after it was written). {AGAIN}")
 
 
@@ -83,12 +88,13 @@ def prepare(source: Source, folder: Path) -> Prepared:
     if catalogue.samples.is_empty():
         raise UserError(f"data.source: {source.name} holds no samples.")
     shape = commonest_shape(catalogue, settings)
-    mean, std = _each_channel("mean", settings.mean, shape[0]), _each_channel("std", settings.std, shape[0])
+    mean, std = _normalisation(settings, shape[0])
     with _replacing(folder) as temporary:
         _refuse_too_large(temporary, len(catalogue.samples), shape)
-        faults = decode_all(catalogue, settings, shape, temporary / "images.npy")
-        classes, domains, samples = _without_bad(source, catalogue, faults)
-        images = _keep_rows(temporary / "images.npy", samples["sample"].to_numpy())
+        file = temporary / kind_of(shape).file
+        faults = decode_all(catalogue, settings, shape, file)
+        classes, domains, samples = _without_bad(source, catalogue, faults, kind_of(shape).plural)
+        array = _keep_rows(file, samples["sample"].to_numpy())
         samples = samples.with_columns(sample=pl.int_range(len(samples), dtype=pl.UInt32))
         samples.write_parquet(temporary / "samples.parquet")
         meta = Meta(
@@ -99,24 +105,25 @@ def prepare(source: Source, folder: Path) -> Prepared:
             own_label_spaces=catalogue.own_label_spaces,
             mean=mean,
             std=std,
+            tokenizer=catalogue.tokenizer,
             skipped=len(catalogue.samples) - len(samples),
         )
-        meta = meta.model_copy(update={"digest": digest(meta, images, samples)})
+        meta = meta.model_copy(update={"digest": digest(meta, array, samples)})
         (temporary / "meta.json").write_text(meta.model_dump_json(indent=1) + "\n")
     return Prepared.open(folder)
 
 
-def digest(meta: Meta, images: np.ndarray, samples: pl.DataFrame) -> str:
-    """SHA-256 of all that training could see: facts, table and images, whatever their files' formats."""
-    facts = meta.model_dump(exclude={"digest", "skipped"})
+def digest(meta: Meta, array: np.ndarray, samples: pl.DataFrame) -> str:
+    """SHA-256 of all that training could see: facts, table and samples, whatever their files' formats."""
+    facts = meta.model_dump(exclude={"digest", "skipped"}, exclude_none=True)
     state = hashlib.sha256(json.dumps([facts, samples.to_dict(as_series=False)], sort_keys=True).encode())
-    for start in range(0, len(images), CHUNK):
-        state.update(np.ascontiguousarray(images[start : start + CHUNK]).data)
+    for start in range(0, len(array), CHUNK):
+        state.update(np.ascontiguousarray(array[start : start + CHUNK]).data)
     return state.hexdigest()
 
 
 def _without_bad(
-    source: Source, catalogue: Catalogue, faults: list[Fault]
+    source: Source, catalogue: Catalogue, faults: list[Fault], plural: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], pl.DataFrame]:
     """Classes, domains and samples that can be used, numbered anew; `sample` still is the row of the catalogue."""
     samples = catalogue.samples.with_row_index("sample")
@@ -130,9 +137,10 @@ def _without_bad(
     bad: dict[str, list[str]] = {}
     for fault in faults:
         bad.setdefault(fault.kind, []).append(f"{catalogue.samples['origin'][fault.row]}: {fault.why}")
-    bad["classes without images to train on"] = [name for name in catalogue.classes if name not in classes_left]
-    bad["domains without images"] = [name for name in catalogue.domains if name not in domains_left]
-    _refuse(source, {kind: names for kind, names in bad.items() if names}, len(samples), len(catalogue.samples))
+    bad["classes without {} to train on"] = [name for name in catalogue.classes if name not in classes_left]
+    bad["domains without {}"] = [name for name in catalogue.domains if name not in domains_left]
+    bad = {kind: names for kind, names in bad.items() if names}
+    _refuse(source, bad, len(samples), len(catalogue.samples), plural)
 
     renumbered = samples.with_columns(
         label=labels.search_sorted(samples["label"]).cast(pl.Int32),
@@ -141,7 +149,7 @@ def _without_bad(
     return classes_left, domains_left, renumbered
 
 
-def _refuse(source: Source, bad: dict[str, list[str]], left: int, count: int) -> None:
+def _refuse(source: Source, bad: dict[str, list[str]], left: int, count: int, plural: str) -> None:
     """One UserError that names all that is bad and the ways out, unless it may be left out."""
     most_is_bad = 2 * left < count
     if not bad or (source.settings.skip_bad and not most_is_bad):
@@ -149,9 +157,9 @@ def _refuse(source: Source, bad: dict[str, list[str]], left: int, count: int) ->
     ways = [] if most_is_bad else ["data.skip_bad: true to leave them out"]
     ways += ["data.size to resize all images"] if OTHER_SIZE in bad else []
     ways += ["data.channels to make all grey (1) or coloured (3)"] if OTHER_CHANNELS in bad else []
-    told = "; ".join(f"{kind}: {len(names)} ({_first(names)})" for kind, names in bad.items())
+    told = "; ".join(f"{kind.format(plural)}: {len(names)} ({_first(names)})" for kind, names in bad.items())
     right = f"Set {', or '.join(ways)}." if ways else "That is most of them: check data.source and data.root."
-    raise UserError(f"{source.name}: {told}, of {count} images. {right}")
+    raise UserError(f"{source.name}: {told}, of {count} {plural}. {right}")
 
 
 def _first(names: list[str]) -> str:
@@ -159,16 +167,23 @@ def _first(names: list[str]) -> str:
 
 
 def _keep_rows(path: Path, rows: np.ndarray) -> np.ndarray:
-    """The images of these rows alone, in the same file."""
-    images = np.load(path, mmap_mode="r")
-    if len(rows) == len(images):
-        return images
+    """The samples of these rows alone, in the same file."""
+    array = np.load(path, mmap_mode="r")
+    if len(rows) == len(array):
+        return array
     shorter = path.with_suffix(".kept")
-    kept = open_memmap(shorter, "w+", images.dtype, (len(rows), *images.shape[1:]))
+    kept = open_memmap(shorter, "w+", array.dtype, (len(rows), *array.shape[1:]))
     for start in range(0, len(rows), CHUNK):
-        kept[start : start + CHUNK] = images[rows[start : start + CHUNK]]
+        kept[start : start + CHUNK] = array[rows[start : start + CHUNK]]
     os.replace(shorter, path)
     return kept
+
+
+def _normalisation(settings: SourceSettings, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, none where there are no pixels."""
+    if not isinstance(settings, ImageSettings):
+        return (), ()
+    return _each_channel("mean", settings.mean, channels), _each_channel("std", settings.std, channels)
 
 
 def _each_channel(setting: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
@@ -189,10 +204,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _refuse_too_large(folder: Path, count: int, shape: Shape) -> None:
     """A disk that fills up under a memory map kills the process, so the room is asked for before."""
-    needed, free = count * math.prod(shape), shutil.disk_usage(folder).free
+    kind = kind_of(shape)
+    needed, free = count * math.prod(shape) * kind.dtype.itemsize, shutil.disk_usage(folder).free
     if needed > free:
-        size = f"{count} images of {' x '.join(map(str, shape))} take {needed / 1e9:.1f} GB"
-        raise UserError(f"{folder.parent}: {size}, and {free / 1e9:.1f} GB are free. Set data.size, or make room.")
+        size = f"{count} {kind.plural} of {' x '.join(map(str, shape))} take {needed / 1e9:.1f} GB"
+        smaller = "data.length" if kind is TEXTS else "data.size"
+        raise UserError(f"{folder.parent}: {size}, and {free / 1e9:.1f} GB are free. Set {smaller}, or make room.")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fclmodels.data.prepare import Prepared
 from fclmodels.data.splits import FORMAT, SPLITS, content_digest
 from fclmodels.data.streams.base import Layout, Pool, Samples, Stream
 from fclmodels.errors import UserError
+from fclmodels.kinds import TEXTS, kind_of
 
 FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
 SCHEMA = pl.Schema(
@@ -58,6 +59,8 @@ def arrange(prepared: Prepared, stream: Stream, partition: Partition) -> tuple[L
     units = units_of(prepared.samples["group"].cast(pl.Int64).fill_null(-1).to_numpy())
     samples = _samples(prepared, units, partition)
     layout = stream.layout(samples, partition.settings.clients)
+    if kind_of(prepared.meta.shape) is TEXTS and any(task.permutation is not None for task in layout.tasks):
+        raise UserError(f"stream.kind: {stream.name} needs images, these samples are texts. Use another kind.")
     unofficial = prepared.samples["official"].is_null().to_numpy()
     for pool in layout.pools:
         _refuse_gaps(pool, samples, unofficial, partition.settings.test)

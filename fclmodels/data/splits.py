@@ -1,6 +1,6 @@
 """The splits as the federation reads them: who sees which samples, in which task.
 
-The Parquet manifest is the single source of truth; images stay memory-mapped in the prepared folder.
+The Parquet manifest is the single source of truth; the samples stay memory-mapped in the prepared folder.
 """
 
 import functools
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.errors import UserError
+from fclmodels.kinds import kind_of
 
 FORMAT = 1
 SPLITS = ("train", "val", "test")
@@ -54,6 +55,12 @@ class Rows:
     def take(self, places: np.ndarray) -> "Rows":
         return Rows(self.samples[places], self.labels[places], self.tasks[places], self.clients[places])
 
+    def some(self, most: int | None, random: torch.Generator) -> "Rows":
+        """At most so many of them, drawn at random, in their old order; None: all."""
+        if most is None or most >= len(self):
+            return self
+        return self.take(np.sort(torch.randperm(len(self), generator=random)[:most].numpy()))
+
     def as_those_of(self, client: int, classes: Sequence[int]) -> "Rows":
         """The rows of these classes, given to a client."""
         mine = self.take(np.flatnonzero(np.isin(self.labels, classes)))
@@ -73,7 +80,7 @@ class Splits:
         self.images = images
         self.classes: tuple[str, ...] = tuple(facts["classes"])
         self.clients: int = facts["clients"]
-        self.shape: tuple[int, int, int] = tuple(facts["shape"])
+        self.shape: tuple[int, ...] = tuple(facts["shape"])
         self.mean: tuple[float, ...] = tuple(facts["mean"])
         self.std: tuple[float, ...] = tuple(facts["std"])
         self.head: Literal["growing", "per-task"] = facts["head"]
@@ -165,9 +172,10 @@ def _task(index: int, facts: dict) -> Task:
 
 
 def _images(folder: Path, facts: dict, last: int) -> Tensor:
-    """The prepared images, memory-mapped: a sample is read from disk when a batch holds it."""
+    """The prepared images or token ids, memory-mapped: a sample is read from disk when a batch holds it."""
+    kind = kind_of(facts["shape"])
     prepared = Path(facts["prepared"])
-    path = (prepared if prepared.is_absolute() else folder / prepared) / "images.npy"
+    path = (prepared if prepared.is_absolute() else folder / prepared) / kind.file
     try:
         meta = json.loads((path.parent / "meta.json").read_text())
         images = np.load(path, mmap_mode="c")
@@ -176,7 +184,7 @@ def _images(folder: Path, facts: dict, last: int) -> Tensor:
         raise UserError(f"{path} cannot be read ({problem}). Make it again: fcl prepare.") from problem
     if digest != facts["prepared_digest"]:
         raise UserError(f"{folder} was split from other data than {path.parent} holds. Make it again: fcl partition.")
-    if images.dtype != np.uint8 or images.shape[1:] != tuple(facts["shape"]) or len(images) <= last:
+    if images.dtype != kind.dtype or images.shape[1:] != tuple(facts["shape"]) or len(images) <= last:
         raise UserError(
             f"{path} holds {images.dtype} {images.shape}, which does not fit its splits. Make it again: fcl prepare."
         )

@@ -1,4 +1,4 @@
-"""Checkpoints to the round: server state, clients' memories and the length of the logs, committed together.
+"""Checkpoints to the round: server state, clients' memories, late replies and the length of the logs, all at once.
 
 `commit.json` is replaced in one step and names all the rest, so a kill at any moment leaves the last commit whole.
 """
@@ -8,25 +8,30 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
 
-NAMED = {"round", "server", "digest", "memories", "logs"}
+NAMED = {"round", "server", "digest", "memories", "late", "logs"}
 LOGS = ("rounds", "ledger", "monitors")
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a task's training stands: before round `round`. `memories` are the files of what clients remember."""
+    """Where a task's training stands: before round `round`.
+
+    memories: the files of what clients remember. late: the replies on their way, by client.
+    """
 
     server: Server
     memories: dict[int, Path]
     round: int
+    late: dict[int, Late] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -35,8 +40,9 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._committed_at = time.monotonic()
-        self.memories = folder / "memories"
-        self.memories.mkdir(parents=True, exist_ok=True)
+        self.memories, self.late = folder / "memories", folder / "late"
+        for kept in (self.memories, self.late):
+            kept.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
             lock = opened.enter_context(open(folder / "lock", "w"))
             try:
@@ -63,7 +69,8 @@ class Checkpoints:
                 f"Delete {self.folder} to train this task from its start."
             )
         memories = {int(client): self.folder / file for client, file in self._commit["memories"].items()}
-        return Position(Server.from_tree(tree), memories, self._commit["round"])
+        late = {int(client): Late(self.folder / file, *when) for client, (file, *when) in self._commit["late"].items()}
+        return Position(Server.from_tree(tree), memories, self._commit["round"], late)
 
     def commit(self, position: Position) -> None:
         tree = position.server.to_tree()
@@ -73,7 +80,8 @@ class Checkpoints:
             "round": position.round,
             "server": name,
             "digest": state.digest(tree),
-            "memories": {str(client): os.path.relpath(file, self.folder) for client, file in position.memories.items()},
+            "memories": {str(client): self._relative(file) for client, file in position.memories.items()},
+            "late": {str(c): [self._relative(on.file), on.base_round, on.due] for c, on in position.late.items()},
             "logs": {name: getattr(self, name).flush() for name in LOGS},
         }
         state.write_json(self.folder / "commit.json", self._commit)
@@ -87,6 +95,9 @@ class Checkpoints:
 
     def close(self) -> None:
         self._opened.close()
+
+    def _relative(self, file: Path) -> str:
+        return os.path.relpath(file, self.folder)
 
     def _read(self) -> dict | None:
         path = self.folder / "commit.json"
@@ -104,8 +115,9 @@ class Checkpoints:
 
     def _drop_what_is_not_named(self) -> None:
         assert self._commit is not None
-        named = {os.path.abspath(self.folder / file) for file in self._commit["memories"].values()}
-        for file in self.memories.iterdir():
+        files = [*self._commit["memories"].values(), *(file for file, *_ in self._commit["late"].values())]
+        named = {os.path.abspath(self.folder / file) for file in files}
+        for file in (*self.memories.iterdir(), *self.late.iterdir()):
             if os.path.abspath(file) not in named:
                 file.unlink(missing_ok=True)
         for file in self.folder.glob("server-*.safetensors"):

@@ -75,6 +75,14 @@ def evaluate(method: "Method", server: Server) -> Tables:
     return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone)
 
 
+def evaluate_learned(method: "Method", server: Server) -> pl.DataFrame:
+    """The accuracy table of the tasks up to the server's, in the readings of mixed batches: one pass."""
+    run = method.run
+    rows = [run.splits.test_rows(task) for task in range(server.task + 1)]
+    answered = _answered(run, method.predictor(server), method.columns(server), shuffled(rows))
+    return _accuracy(answered.with_columns(after=pl.lit(server.task + 1)))
+
+
 def evaluate_on_client(method: "Method", client: Client, payload: Payload) -> Reply:
     """The same on one client, of its own model and on its own test rows (all clients' where they share them)."""
     run = method.run

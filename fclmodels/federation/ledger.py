@@ -1,11 +1,13 @@
 """Counts the real bytes of every part, both ways, and what each client keeps."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import polars as pl
 
-from fclmodels.federation.executor import Answer, Job
+from fclmodels.federation.executor import Job
 from fclmodels.federation.log import Log
+from fclmodels.federation.messages import Reply
 
 SCHEMA = {
     "task": pl.Int16,
@@ -16,13 +18,14 @@ SCHEMA = {
     "kind": pl.String,
     "least": pl.String,
     "bytes": pl.Int64,
+    "base_round": pl.Int32,
 }
 
 
 class Ledger:
     """One step's rows in an append-only log, and what they add up to.
 
-    round -1, -2, ... are the exchanges at the end of a task.
+    round -1, -2, ... are the exchanges at the end of a task. base_round: of a late reply, the round that it answers.
     """
 
     def __init__(self, log: Log) -> None:
@@ -42,15 +45,16 @@ class Ledger:
                 self.bytes_down += part.bytes * len(without)
                 self._write(job.task, job.round, without, "down", name, part.kind, "-", part.bytes)
 
-    def received(self, job: Job, answer: Answer) -> None:
-        """One client's reply, and the memory that it keeps."""
-        for name, part in answer.reply.parts.items():
+    def received(self, job: Job, client: int, reply: Reply, base_round: int | None = None) -> None:
+        """One client's reply; `base_round` where it is late."""
+        for name, part in reply.parts.items():
             self.bytes_up += part.bytes
-            self._write(job.task, job.round, [answer.client], "up", name, part.kind, part.least, part.bytes)
-        if answer.memory is not None:
-            self._write(
-                job.task, job.round, [answer.client], "kept", "memory", "memory", "-", answer.memory.stat().st_size
-            )
+            self._write(job.task, job.round, [client], "up", name, part.kind, part.least, part.bytes, late=base_round)
+
+    def kept(self, job: Job, client: int, memory: Path | None) -> None:
+        """The memory that a client keeps after an exchange."""
+        if memory is not None:
+            self._write(job.task, job.round, [client], "kept", "memory", "memory", "-", memory.stat().st_size)
 
     def pooled(self, task: int, sizes: dict[int, int]) -> None:
         """Raw samples that left their clients before a task's first round."""
@@ -58,8 +62,8 @@ class Ledger:
             self.bytes_up += size
             self._write(task, 0, [client], "up", "samples", "samples", "each", size)
 
-    def _write(self, task: int, round: int, clients: list[int], *what: str | int) -> None:
-        self.log.append(dict(zip(SCHEMA, (task, round, clients, *what), strict=True)))
+    def _write(self, task: int, round: int, clients: list[int], *what: str | int, late: int | None = None) -> None:
+        self.log.append(dict(zip(SCHEMA, (task, round, clients, *what, late), strict=True)))
 
 
 class CentralLedger(Ledger):
@@ -68,7 +72,7 @@ class CentralLedger(Ledger):
     def sent(self, job: Job, clients: Sequence[int]) -> None:
         pass
 
-    def received(self, job: Job, answer: Answer) -> None:
+    def received(self, job: Job, client: int, reply: Reply, base_round: int | None = None) -> None:
         pass
 
 

@@ -1,9 +1,10 @@
-"""The one local training loop. A method bends it with three hooks instead of copying it.
+"""The one local training loop. A method bends it with four hooks instead of copying it.
 
 - `loss(training, batch)`: the loss of a batch; FedAvg's is cross entropy.
 - `gradient(training)`: after the backward pass; may change the gradients in place.
 - `step(training, steps)`: the optimiser's whole proposed step {name: tensor}, so momentum, Adam and weight decay
   are in it; returns the step that is taken. It costs a copy of the model, so where no method bends it it is None.
+- `after(training)`: after each step; may change the parameters in place.
 """
 
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ class LocalTraining:
         client = self.client
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in self.parameters)
-        optimiser = make_optimiser(client.run.params.optimizer, list(self.parameters.values()))
+        optimiser = make_optimiser(client.run.params.optimizer, list(self.parameters.values()), client.round)
         total, samples = torch.zeros((), device=client.run.device), 0
         with ambient(client.run.seed, "dropout", client.task, client.round, client.index, device=client.run.device):
             for epoch in client.epochs():
@@ -56,6 +57,7 @@ class LocalTraining:
             before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             optimiser.step()
             self._take(before, self.method.step(self, self._since(before)))
+        self.method.after(self)
         return loss.detach()
 
     @property
@@ -83,8 +85,9 @@ class LocalTraining:
             parameter.copy_(before[name] + steps[name])
 
 
-def make_optimiser(settings: OptimizerSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    lr, decay = settings.lr, settings.weight_decay
+def make_optimiser(settings: OptimizerSettings, parameters: list[nn.Parameter], round: int) -> torch.optim.Optimizer:
+    """A new one for a round of a task; its learning rate has fallen by lr_decay each round."""
+    lr, decay = settings.lr * settings.lr_decay**round, settings.weight_decay
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay, fused=True)
     kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW

@@ -25,6 +25,7 @@ ALIGNMENT = 64
 class Part:
     """Named tensors of one kind, and the least that the method's server needs of them over clients.
 
+    least "sum": of floating point in a reply to training, for a late one counts in part.
     once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
     """
 
@@ -52,6 +53,11 @@ class Reply:
     loss: float = 0.0
     samples: int = 0
     base_round: int = 0
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """All but the parts."""
+        return {"loss": self.loss, "samples": self.samples, "base_round": self.base_round}
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:

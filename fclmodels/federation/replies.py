@@ -2,6 +2,7 @@
 
 Sums run along a fixed binary tree over the clients in the order in which they are asked, so that they do not depend
 on who answers first, and only about log2(n) partial sums exist at any time: answers come nearly in that order.
+A late reply counts less, by one factor on all that is summed: means that travel as two sums, x*w and w, stay means.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fclmodels import state
-from fclmodels.federation.messages import Reply
+from fclmodels.federation.messages import Kind, Reply
 
 Tensors = dict[str, Tensor]
 
@@ -59,17 +60,18 @@ class Replies:
         self.clients = tuple(clients)
         self.spool = spool
         self.facts: dict[int, dict[str, float]] = {}
-        self.parts: set[str] = set()
+        self.parts: dict[str, Kind] = {}
         self._place = {client: index for index, client in enumerate(self.clients)}
         self._sums: dict[str, TreeSum] = {}
 
-    def add(self, client: int, reply: Reply) -> None:
-        """Fold in what is needed as a sum only, spool what is needed one by one."""
-        self.facts[client] = {"loss": reply.loss, "samples": reply.samples, "base_round": reply.base_round}
-        self.parts |= reply.parts.keys()
+    def add(self, client: int, reply: Reply, weight: float = 1.0) -> None:
+        """Fold in what is needed as a sum only, spool what is needed one by one. weight: what it counts in sums."""
+        self.facts[client] = {**reply.facts, "weight": weight}
+        self.parts |= {name: part.kind for name, part in reply.parts.items()}
         for name, part in reply.parts.items():
             if part.least == "sum":
-                self._sums.setdefault(name, TreeSum(len(self.clients))).add(self._place[client], part.tensors)
+                total = self._sums.setdefault(name, TreeSum(len(self.clients)))
+                total.add(self._place[client], self._weighted(client, name, part.tensors))
             else:
                 state.save(part.tensors, self._file(name, client))
 
@@ -79,7 +81,7 @@ class Replies:
             return self._sums[part].result()
         total = TreeSum(len(self.clients))
         for client, tensors in self.each(part):
-            total.add(self._place[client], tensors)
+            total.add(self._place[client], self._weighted(client, part, tensors))
         return total.result()
 
     def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
@@ -91,7 +93,17 @@ class Replies:
     def loss(self) -> float:
         """Mean training loss over samples, for the log."""
         facts = [self.facts[client] for client in sorted(self.clients)]
-        return sum(fact["loss"] * fact["samples"] for fact in facts) / max(sum(fact["samples"] for fact in facts), 1)
+        weights = [fact["samples"] * fact["weight"] for fact in facts]
+        return sum(fact["loss"] * w for fact, w in zip(facts, weights, strict=True)) / (sum(weights) or 1)
+
+    def _weighted(self, client: int, part: str, tensors: Tensors) -> Tensors:
+        weight = self.facts[client]["weight"]
+        if weight == 1:
+            return tensors
+        if self.parts[part] == "statistics":
+            # Changes of running statistics since an older model: added to today's they could make a variance negative.
+            weight = 0.0
+        return {name: tensor * weight for name, tensor in tensors.items()}
 
     def _file(self, part: str, client: int) -> Path:
         return self.spool / f"{part}-{client}.safetensors"

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import polars as pl
 import torch
 
 from fclmodels.errors import UserError
+from fclmodels.federation import faults
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import TRAIN, Executor
@@ -26,6 +28,9 @@ SCHEMA = {
     "round": pl.Int32,
     "step": pl.Int32,
     "clients": pl.Int32,
+    "answers": pl.Int32,
+    "late": pl.Int32,
+    "missing": pl.Int32,
     "loss": pl.Float64,
     "server_lr": pl.Float64,
     "bytes_up": pl.Int64,
@@ -73,13 +78,15 @@ def one_round(
     started = time.perf_counter()
     round = position.round
     up, down = ledger.bytes_up, ledger.bytes_down
-    chosen = sample_clients(method, task, round)
-    cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints)
+    sample = partial(sample_clients, method, task, round, busy=position.late)
+    turnout = faults.turnout(method, task, round, position.late, sample)
+    chosen = turnout.training
+    cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints, position.late)
     if method.pooled_bytes is not None and round == 0:
         ledger.pooled(task, method.pooled_bytes(task))
     payload = method.payload(position.server)
     replies = cohort.exchange(
-        TRAIN, round, payload, chosen, lambda done: listener.client_done(task, round, done, len(chosen))
+        TRAIN, round, payload, turnout, lambda done: listener.client_done(task, round, done, len(chosen))
     )
     server = method.aggregate(position.server, replies)
     cohort.close()
@@ -88,7 +95,7 @@ def one_round(
         "task": task,
         "round": round,
         "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
-        "clients": len(chosen),
+        **turnout.counts(),
         "loss": replies.loss,
         "server_lr": method.server_lr(task),
         "bytes_up": ledger.bytes_up - up,
@@ -97,7 +104,7 @@ def one_round(
     }
     checkpoints.rounds.append(row)
     listener.round_done(row)
-    return Position(server, cohort.memories, round + 1)
+    return Position(server, cohort.memories, round + 1, cohort.late)
 
 
 def open_ledger(method: "Method", checkpoints: Checkpoints) -> Ledger:
@@ -118,11 +125,15 @@ def rounds_table(log: Log) -> pl.DataFrame:
     return pl.DataFrame(log.rows(), schema=SCHEMA)
 
 
-def sample_clients(method: "Method", task: int, round: int) -> tuple[int, ...]:
-    """Uniformly and without replacement among those that have the task's data."""
+def sample_clients(
+    method: "Method", task: int, round: int, draw: int = 0, busy: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Uniformly and without replacement among those that have the task's data and are not busy; anew in each draw."""
     able = method.participants(task)
+    if busy:
+        able = tuple(client for client in able if client not in busy)
     wanted = method.run.params.federation.clients_per_round or len(able)
     if wanted >= len(able):
         return able
-    order = torch.randperm(len(able), generator=method.run.generator("clients", task, round))
+    order = torch.randperm(len(able), generator=method.run.generator("clients", task, round, *([draw] if draw else [])))
     return tuple(sorted(able[i] for i in order[:wanted].tolist()))

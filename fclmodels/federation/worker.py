@@ -49,7 +49,7 @@ def main(control: int, payload: int, *replies: int) -> None:
                         "client": answer.client,
                         "slot": message["slot"],
                         "size": buffers[message["slot"]].write(parts_to_tree(reply.parts)),
-                        "facts": {"loss": reply.loss, "samples": reply.samples, "base_round": reply.base_round},
+                        "facts": reply.facts,
                         "memory": str(answer.memory) if answer.memory else None,
                         "seconds": answer.seconds,
                     },

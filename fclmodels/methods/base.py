@@ -43,6 +43,10 @@ class Method:
         self.run = run
         self.networks = Networks(run.device, self.prepare)
 
+    def advice(self) -> list[str]:
+        """What a person should know of these settings before a run."""
+        return []
+
     # On the server.
 
     def setup(self) -> Server:
@@ -68,6 +72,10 @@ class Method:
     def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """P: what the method lets through of changes of weights, by name, while it learns server.task."""
         return changes
+
+    def anchor_weight(self, server: Server) -> float:
+        """lambda, where the server makes (W + lambda W*) / (1 + lambda) of each round's model; 0: it does not."""
+        return 0.0
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         """After the task's last round, with as many exchanges (`cohort.ask`) as the method needs."""
@@ -131,6 +139,9 @@ class Method:
 
     def gradient(self, training: LocalTraining) -> None:
         """After the backward pass; may change gradients in place."""
+
+    def after(self, training: LocalTraining) -> None:
+        """After each step; may change the parameters in place."""
 
     def prepare(self, network: nn.Module) -> None:
         """Once after a network is built."""

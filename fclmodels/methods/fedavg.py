@@ -80,11 +80,8 @@ class FedAvg(Method):
         return self.predict_with(self.networks.load(server.spec, server.weights))
 
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
-        start = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
-        network = self.networks.load(self.run.spec(client.task + 1), start)
-        self.set_modes(network, client.task)
-        training = self.training(client, payload, network, start)
-        loss = training.run()
+        training = self.prepared(client, payload)
+        loss, network, start = training.run(), training.network, training.start
         statistics = {name: network.get_buffer(name) for name in statistics_names(network)}
         update, memory = training.update(), client.memory
         if self.personal and statistics:
@@ -100,6 +97,13 @@ class FedAvg(Method):
             parts["statistics"] = Part("statistics", changes)
         parts |= self.further_parts(client, payload, network)
         return Reply(parts, loss, len(client.rows), client.round), memory
+
+    def prepared(self, client: Client, payload: Payload) -> LocalTraining:
+        """The local training of a client from what it has downloaded, ready to run."""
+        start = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        network = self.networks.load(self.run.spec(client.task + 1), start)
+        self.set_modes(network, client.task)
+        return self.training(client, payload, network, start)
 
     def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:
         """The local training of a client that has downloaded this payload."""
@@ -152,9 +156,22 @@ class FedAvg(Method):
 
     def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Over all classes seen, or over the task's (its own head, or `model.loss_over: task`)."""
-        if network.spec.head == "growing" and self.run.params.model.loss_over == "seen":
+        if self.loss_is_over_seen(network.spec):
             return cross_entropy(network.logits(features), labels)
         return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
+
+    def loss_is_over_seen(self, spec: ModelSpec) -> bool:
+        return spec.head == "growing" and self.run.params.model.loss_over == "seen"
+
+    def cross_entropy_by_task(self, network: Network, features: Tensor, labels: Tensor, tasks: Tensor) -> Tensor:
+        """Mean over samples of several tasks of each one's loss in its own task."""
+        present = tasks.unique().tolist()
+        members = [tasks == task for task in present]
+        losses = [
+            self.cross_entropy(network, features[mine], labels[mine], task) * mine.sum()
+            for task, mine in zip(present, members, strict=True)
+        ]
+        return sum(losses) / len(labels)
 
     def prepare(self, network: nn.Module) -> None:
         if self.settings.batch_norm == "batch":

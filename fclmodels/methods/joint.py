@@ -45,8 +45,8 @@ class Joint(FedAvg):
 
     def pooled_bytes(self, task: int) -> dict[int, int]:
         splits = self.run.splits
-        pixels = splits.images[0].numel()
-        return {client: len(splits.rows(task, "train", client)) * pixels for client in splits.clients_with(task)}
+        size = splits.images[0].nbytes
+        return {client: len(splits.rows(task, "train", client)) * size for client in splits.clients_with(task)}
 
     def freezes(self, task: int) -> bool:
         return False
@@ -55,16 +55,8 @@ class Joint(FedAvg):
         return dict(network.named_parameters())
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        """Mean over samples of each one's loss in its own task."""
         network = training.network
-        features = network.backbone(batch.inputs)
-        tasks = batch.tasks.unique().tolist()
-        members = [batch.tasks == task for task in tasks]
-        losses = [
-            self.cross_entropy(network, features[mine], batch.labels[mine], task) * mine.sum()
-            for task, mine in zip(tasks, members, strict=True)
-        ]
-        return sum(losses) / len(batch.labels)
+        return self.cross_entropy_by_task(network, network.backbone(batch.inputs), batch.labels, batch.tasks)
 
 
 def once(rows: Rows) -> Rows:

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fclmodels.backbones.batch_norm import SharedPolicy
 from fclmodels.backbones.network import Network
 from fclmodels.backbones.projection import Projection
 from fclmodels.backbones.spec import local_labels
@@ -22,9 +23,6 @@ from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.subspaces import Bases, Subspaces
 from fclmodels.settings import Settings as BaseSettings
-
-# What the server protects is a model that all clients share, with its statistics.
-SharedPolicy = Literal["average", "batch", "frozen"]
 
 
 class Projected(Subspaces):

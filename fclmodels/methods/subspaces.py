@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from fclmodels.errors import UserError, did_you_mean
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part
 from fclmodels.federation.server import Server
+from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.subspace import extend
 
@@ -48,6 +47,11 @@ class Subspaces(FedAvg):
     settings: Settings
 
     def setup(self) -> Server:
+        if kind_of(self.run.splits.shape) is TEXTS:
+            # Padding passes the layers too, and would stand in the bases though no loss depends on it.
+            raise UserError(
+                f"methods.{self.name} finds bases from images, these samples are texts. Use another method."
+            )
         server = super().setup()
         layers = self.layers(self.networks.load(server.spec, server.weights))
         if self.settings.protect and not layers:
@@ -132,10 +136,8 @@ class Subspaces(FedAvg):
         self, client: Client, network: Network, layers: dict[str, Layer], kept: int = 0
     ) -> dict[str, LayerInputs]:
         """What these layers see of the client's images, or of some of them."""
-        rows, random = client.rows, client.generator("observe")
-        if self.settings.samples is not None and self.settings.samples < len(rows):
-            chosen = torch.randperm(len(rows), generator=random)[: self.settings.samples]
-            rows = rows.take(np.sort(chosen.numpy()))
+        random = client.generator("observe")
+        rows = client.rows.some(self.settings.samples, random)
 
         def inputs() -> Iterator[Tensor]:
             for batch in self.run.batches.ordered(rows, BATCH):

@@ -64,6 +64,93 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str,
     )
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A point of a scatter; shade None where its value is no number. cross: its standard deviations as a path."""
+
+    x: float
+    y: float
+    label: str
+    text: str
+    shade: float | None
+    cross: str
+
+    @property
+    def anchor(self) -> str:
+        """Labels stand to the right, but near the right edge to the left."""
+        return "end" if self.x > (LEFT + 3 * RIGHT) / 4 else "start"
+
+
+@dataclass(frozen=True)
+class Scatter:
+    title: str
+    x_label: str
+    y_label: str
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    path: str
+    dots: tuple[Dot, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Mean and standard deviation in both directions of the runs whose setting has this value."""
+
+    value: str
+    shade: float | None
+    x: tuple[float, float | None]
+    y: tuple[float, float | None]
+
+
+def scatter(title: str, points: Sequence[Point], x_label: str, y_label: str) -> Scatter:
+    """Points with the values that they stand for; a line joins those with a shade in their order."""
+    x_ticks, y_ticks = ticks_around([p.x for p in points]), ticks_around([p.y for p in points])
+    x_range = x_ticks[0], x_ticks[-1]
+    dots = tuple(_dot(point, x_range, y_ticks, x_label, y_label) for point in points)
+    joined = " L".join(f"{dot.x},{dot.y}" for dot in dots if dot.shade is not None)
+    return Scatter(
+        title,
+        x_label,
+        y_label,
+        tuple((_across(x, x_range), _minus(f"{x:g}")) for x in x_ticks),
+        tuple((_up(y, y_ticks), _minus(f"{y:g}")) for y in y_ticks),
+        f"M{joined}" if joined else "",
+        dots,
+    )
+
+
+def _dot(point: Point, x_range: tuple[float, float], y_ticks: Sequence[float], x_label: str, y_label: str) -> Dot:
+    (x, x_std), (y, y_std) = point.x, point.y
+    across, up = round(_across(x, x_range), 1), round(_up(y, y_ticks), 1)
+    cross = []
+    if x_std is not None:
+        cross.append(f"M{_across(x - x_std, x_range):.1f},{up} H{_across(x + x_std, x_range):.1f}")
+    if y_std is not None:
+        cross.append(f"M{across},{_up(y - y_std, y_ticks):.1f} V{_up(y + y_std, y_ticks):.1f}")
+    text = f"{point.value}: {y_label} {_amount(*point.y)}, {x_label} {_amount(*point.x)}"
+    return Dot(across, up, point.value, text, point.shade, " ".join(cross))
+
+
+def _amount(mean: float, std: float | None) -> str:
+    return _minus(f"{mean:.1f}") + (f" ± {std:.1f}" if std is not None else "")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def ticks_around(values: Sequence[tuple[float, float | None]]) -> list[float]:
+    """A few ticks, from at or below the lowest mean less its deviation to at or above the highest with its own."""
+    low, high = min(mean - (std or 0) for mean, std in values), max(mean + (std or 0) for mean, std in values)
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    inside = ticks(low, high, most=5)
+    step = inside[1] - inside[0]
+    below = [inside[0] - step] if inside[0] > low else []
+    above = [inside[-1] + step] if inside[-1] < high else []
+    return [round(tick, 12) for tick in (*below, *inside, *above)]
+
+
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten from low to high, at most `most` of them."""
     if high <= low:
@@ -98,7 +185,7 @@ def _curve(line: Series, x_range: tuple[float, float], y_ticks: Sequence[float])
         Mark(
             round(_across(x, x_range), 1),
             round(_up(mean, y_ticks), 1),
-            f"{line.label}, {x:g}: {mean:.1f}" + (f" ± {std:.1f}" if std is not None else ""),
+            f"{line.label}, {x:g}: {_amount(mean, std)}",
         )
         for x, mean, std in points
     )

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from fclmodels.metrics import accuracy_curve
-from fclmodels.report import presets, words
+from fclmodels.report import presets, sweeps, words
 from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
 from fclmodels.report.matrices import accuracy_matrix, confusions
 from fclmodels.report.monitors import monitors
@@ -66,6 +66,8 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds up to two minutes, minutes up to two hours, then hours."""
+    if seconds < 1:
+        return f"{seconds:.2g} s"
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -84,6 +86,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "notes": _notes(groups),
         "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
         "curves": [_curve(groups, reading) for reading in readings(groups)],
+        "sweeps": sweeps.charts(groups),
         "matrices": [[accuracy_matrix(group, reading) for reading in readings([group])] for group in groups],
         "confusions": confusions(groups),
         "monitors": monitors(groups),
@@ -91,6 +94,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "sizes": [(index, len(group.runs)) for index, group in enumerate(groups)],
         "costs": _costs(groups),
         "stages": _stages(groups),
+        "faults": [(index, counts) for index, group in enumerate(groups) if (counts := _faults(group))],
         "losses": _losses(groups),
         "ledgers": [_ledger(group) for group in groups],
         "privacy": [(index, text) for index, group in enumerate(groups) if (text := _privacy(group))],
@@ -193,7 +197,7 @@ def _costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Costs of a run with their spread, and each as a share of the largest in its column pair, for the bars."""
     rows: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
-        values = {name: spread([getattr(run.result, name) for run in group.runs]) for name in COSTS}
+        values = {name: spread([run.costs[name] for run in group.runs]) for name in COSTS}
         rounds = spread([run.rounds.height for run in group.runs])[0]
         rows.append({"index": index, "group": group, "rounds": rounds, **values})
     most_bytes = max((row[name][0] or 0 for row in rows for name in ("bytes_up", "bytes_down")), default=0)
@@ -205,7 +209,7 @@ def _costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
-    """Mean seconds of each timed stage, a column for each group."""
+    """Mean seconds of each timed stage, and of a round, a column for each group."""
 
     def of(run: Run, name: str) -> float | None:
         value = run.result.timings.get(name)
@@ -213,7 +217,14 @@ def _stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
 
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.result.timings)
     rows = [(name, [spread([of(run, name) for run in group.runs])[0] for group in groups]) for name in names]
+    rows.append(("a round", [spread([run.costs["seconds_per_round"] for run in group.runs])[0] for group in groups]))
     return [row for row in rows if any(value is not None for value in row[1])]
+
+
+def _faults(group: Group) -> dict[str, tuple[float | None, float | None]]:
+    """What became of the clients that were sampled: counts of a run with their spread, none where none can fail."""
+    counts = [run.result.faults for run in group.runs if run.result.faults]
+    return {name: spread([of.get(name) for of in counts]) for name in words.FAULTS} if counts else {}
 
 
 def _ledger(group: Group) -> list[dict[str, Any]]:

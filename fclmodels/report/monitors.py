@@ -6,24 +6,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from fclmodels.report.bounds import ALL_CLIENTS, PLAIN_SGD, uncovered
 from fclmodels.report.charts import Chart, Series, line_chart
 from fclmodels.report.matrices import cells
-from fclmodels.report.runs import Group, Run
+from fclmodels.report.progress import PERCENT, boundaries, drift
+from fclmodels.report.runs import Group
 from fclmodels.report.tables import spread
-
-PERCENT = (0, 20, 40, 60, 80, 100)
-# Settings of the training that Theorem 2 is about, as their text; others are named beside its bound.
-COVERED = {
-    "optimizer.kind": ("sgd",),
-    "optimizer.momentum": ("0.0", "0"),
-    "optimizer.weight_decay": ("0.0", "0"),
-    "federation.clients_per_round": ("null",),
-    "model.dropout": ("[0.0, 0.0]", "[0, 0]"),
-    "augment.crop_padding": ("0",),
-    "augment.flip": ("false",),
-    "augment.brightness": ("0.0", "0"),
-    "augment.resize_crop": ("null",),
-}
 
 
 def monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
@@ -37,6 +25,8 @@ def monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         "runs": [(index, count) for index, count in enumerate(watched) if count],
         "used": [_chart(groups, "used_share", None), *shares] if shares else [],
         "gradients": [chart for name in ("rho", "beta") if (chart := _chart(groups, name, None)).curves],
+        "boundaries": boundaries(groups),
+        "drift": drift(groups),
         "bounds": [(index, _bounds(group)) for index, group in enumerate(groups) if _runs(group, "theorem_bound")],
     }
 
@@ -80,7 +70,7 @@ def _bounds(group: Group) -> dict[str, Any]:
         "seeds": len(watched),
         "betas": [(task, row[: task - 1]) for task, row in enumerate(betas, start=1) if task > 1],
         "rises": list(zip(rises[-1][:-1], bounds[-1][:-1], strict=True)),
-        "uncovered": uncovered(group.runs[0]),
+        "uncovered": uncovered(group.runs[0], {**PLAIN_SGD, **ALL_CLIENTS}),
     }
 
 
@@ -91,9 +81,3 @@ def _matrix(rows: pl.DataFrame, tasks: int) -> np.ndarray:
     for task, about, value in means.iter_rows():
         values[task, about] = value
     return values
-
-
-def uncovered(run: Run) -> list[str]:
-    """What of a run's settings lies outside of Theorem 2: plain SGD, all clients, the loss that is differentiated."""
-    said = {name: run.settings.get(name, covered[0]) for name, covered in COVERED.items()}
-    return [f"{name}: {text}" for name, text in said.items() if text not in COVERED[name]]

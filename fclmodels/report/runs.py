@@ -45,7 +45,9 @@ TABLES = {
             "value": pl.Float64,
         }
     ),
-    "rounds": pl.Schema({"step": pl.Int32, "loss": pl.Float64}),
+    "rounds": pl.Schema(
+        {"task": pl.Int16, "round": pl.Int32, "step": pl.Int32, "loss": pl.Float64, "seconds": pl.Float64}
+    ),
     "ledger": pl.Schema(
         {
             "task": pl.Int16,
@@ -96,6 +98,8 @@ class Result(BaseModel):
     command: str | None = None
     preset: PresetSettings | None = None
     scaled: dict[str, list[int]] | None = None
+    rounds_to_best: int | None = None
+    faults: dict[str, int] | None = None
     privacy: Privacy | None = None
 
 
@@ -120,6 +124,14 @@ class Run:
     def settings(self) -> dict[str, str]:
         """Effective settings by dotted name, as text."""
         return {k: v if isinstance(v, str) else json.dumps(v) for k, v in flat(self.result.settings).items()}
+
+    @property
+    def costs(self) -> dict[str, float | None]:
+        """What the run took; of a round, without what monitors took. None where it is not known."""
+        result = self.result
+        travelled = {name: getattr(result, name) for name in ("bytes_up", "bytes_down", "bytes_kept", "seconds")}
+        seconds = self.rounds.select(pl.mean("seconds")).item()
+        return {**travelled, "seconds_per_round": seconds, "rounds_to_best": result.rounds_to_best}
 
     @property
     def tasks(self) -> int:
@@ -190,10 +202,14 @@ def is_seed(name: str) -> bool:
 
 
 def _identity(run: Run) -> tuple:
-    telling = {k: v for k, v in run.settings.items() if not is_seed(k) and not k.startswith(NEUTRAL)}
-    digests = run.result.digests
-    code, data = str(digests.get("code")), str(digests.get("prepared"))
-    return run.result.method, run.tasks, code, data, tuple(sorted(telling.items()))
+    return run.result.method, tuple(sorted(telling_facts(run).items()))
+
+
+def telling_facts(run: Run) -> dict[str, str]:
+    """What makes runs of one method different experiments: settings by dotted name, tasks, code and data."""
+    settings = {k: v for k, v in run.settings.items() if not is_seed(k) and not k.startswith(NEUTRAL)}
+    digests = {name: str(run.result.digests.get(of)) for name, of in (("code", "code"), ("data", "prepared"))}
+    return settings | {"tasks": str(run.tasks)} | {name: digest[:8] for name, digest in digests.items()}
 
 
 def _seeds(run: Run) -> tuple:
@@ -202,12 +218,7 @@ def _seeds(run: Run) -> tuple:
 
 def _difference(same: list[Run], siblings: list[list[Run]]) -> str:
     """What tells these runs from the other variants of their method, as 'mu=0.1, lr=0.5'."""
-
-    def facts(run: Run) -> dict[str, str]:
-        _, tasks, code, data, telling = _identity(run)
-        return dict(telling) | {"tasks": str(tasks), "code": code[:8], "data": data[:8]}
-
-    own, others = facts(same[0]), [facts(other[0]) for other in siblings]
+    own, others = telling_facts(same[0]), [telling_facts(other[0]) for other in siblings]
     names = sorted({name for other in others for name in {**own, **other} if own.get(name) != other.get(name)})
     leaves = [name.rpartition(".")[2] for name in names]
     short = {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}

@@ -13,14 +13,15 @@ from fclmodels.metrics import OF_CLIENTS, OF_CONFUSION, OF_MATRIX, accuracy_curv
 from fclmodels.report.runs import Group, Run, grouped, read_runs
 
 METRICS = (*OF_MATRIX, *OF_CLIENTS, *OF_CONFUSION)
-COSTS = ("bytes_up", "bytes_down", "bytes_kept", "seconds")
+COSTS = ("bytes_up", "bytes_down", "bytes_kept", "seconds", "seconds_per_round", "rounds_to_best")
 
 
 def comparison(folders: Sequence[Path | str]) -> pl.DataFrame:
     """Methods side by side, a row for each reading and method.
 
     Columns: reading, method, seeds (how many), then each metric and cost with its mean over seeds, followed by
-    `<name>_std`, the sample standard deviation (n - 1). Accuracies are shares of 1, costs bytes and seconds a run.
+    `<name>_std`, the sample standard deviation (n - 1). Accuracies are shares of 1, costs bytes and seconds a run,
+    seconds a round, and rounds to the best (metrics.rounds_to_best, where monitors.accuracy was on).
     """
     return compare(grouped(read_runs(folders)))
 
@@ -115,7 +116,7 @@ def _row(reading: str, group: Group) -> dict[str, str | int | float | None]:
         values = [run.result.metrics.get(reading, {}).get(name) for run in group.runs]
         row[name], row[f"{name}_std"] = spread(values)
     for name in COSTS:
-        row[name], row[f"{name}_std"] = spread([getattr(run.result, name) for run in group.runs])
+        row[name], row[f"{name}_std"] = spread([run.costs[name] for run in group.runs])
     return row
 
 

@@ -70,7 +70,15 @@ METRICS = {
         "mean over tasks of the share of test samples whose task is predicted right after the last task (FedProTIP "
         "table 14); of samples in every reading, also where a batch is predicted as a whole.",
     ),
-    "worst_drop": Metric("Worst drop", "↓", "largest drop of a single task from its best since learned."),
+    "worst_drop": Metric("Worst drop", "↓", "largest drop of one task from right after learning (SPECIAL table 8)."),
+}
+
+FAULTS = {  # counts over all rounds of a run
+    "clients": Words("Sampled", "clients asked to train in a round, also where the draw was called off."),
+    "missing": Words("Missing", "those that did not answer, with all of a draw that was called off."),
+    "late": Words("Late", "answers that arrived in a later round of the task."),
+    "dropped": Words("Dropped", "answers too late to count: after the task's last round, or by the settings."),
+    "answers": Words("Counted", "answers that went into the model, the late ones with less weight."),
 }
 
 ACCURACY = ("acc", "avg", "worst_acc", "client_acc", "worst_client_acc", "forward")

@@ -20,7 +20,21 @@ from fclmodels.experiment import Experiment, Step
 from fclmodels.listener import Listener
 
 MakeExperiment = Callable[..., Experiment]
-METHODS = ["fedavg", "fedprox", "joint", "single-task"]
+METHODS = [
+    "fedavg",
+    "fedprox",
+    "joint",
+    "single-task",
+    "er",
+    "agem",
+    "ewc",
+    "lwf",
+    "flwf-2t",
+    "special",
+    "special-c",
+    "ema",
+    "prox-anchor",
+]
 PERSONAL = ("model.backbone=resnet18", "methods.fedavg.batch_norm=local")
 ALL = ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1", "conclude 1", "evaluate 2"]
 

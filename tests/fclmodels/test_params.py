@@ -39,7 +39,7 @@ NORMED = """norm: Literal["batch", "group"] = Field("batch", description="kind o
             return self"""
 PLUGINS = {
     "method": ("Settings", {"fedavg": "pass", "fedprox": 'mu: NonNegativeFloat = Field(0.01, description="pull")'}),
-    "source": ("SourceSettings", {"digits": "pass", "tree": 'depth: int = Field(1, description="levels")'}),
+    "source": ("ImageSettings", {"digits": "pass", "tree": 'depth: int = Field(1, description="levels")'}),
     "stream": ("StreamSettings", {"class-incremental": 'tasks: PositiveInt = Field(5, description="number")'}),
     "partition": (
         "PartitionSettings",

@@ -157,7 +157,8 @@ def test_explain_of_a_plugin_is_what_its_block_may_hold():
     [
         ("lr", ["optimizer.lr"]),
         ("device", ["device"]),
-        ("mu", ["methods.fedprox.mu"]),
+        ("late_rounds", ["federation.faults.late_rounds"]),
+        ("mu", ["methods.fedprox.mu", "methods.prox-anchor.mu"]),
         ("evaluation", ["evaluation.batch_size"]),
         ("seed", ["stream.seed", "partition.seed"]),
     ],

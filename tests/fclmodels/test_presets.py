@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -16,11 +17,16 @@ from hypothesis import strategies as st
 from fclmodels import params as reading
 from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.prepare import prepare
+from fclmodels.data.sources.base import catalogue_of_arrays
+from fclmodels.data.sources.digits import DIGITS
+from fclmodels.data.split import split
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation.run import Run as FederationRun
 from fclmodels.metrics import READINGS
+from fclmodels.plugins import find
 from fclmodels.report import published, shrunk
 from fclmodels.report.runs import Group, Result, Run
 from fclmodels.settings import FederationSettings, Params
@@ -67,7 +73,8 @@ def test_every_preset_of_the_issue_is_there() -> None:
     fot |= {"fot-5datasets", "fot-miniimagenet"}
     cifar = {f"fedprotip-cifar100-{of}" for of in ("iid", "a05", "a02", "scratch", "vit")}
     others = {f"fedprotip-imagenetr-{n}" for n in (5, 10, 20)} | {f"fedprotip-domainnet-order{n}" for n in (1, 2)}
-    assert fot | cifar | others <= set(FILES)
+    special = {f"special-{of}" for of in ("digit10", "vlcs", "pacs", "dn4il", "cifar100-ci", "glue")}
+    assert fot | cifar | others | special <= set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -84,7 +91,7 @@ def test_a_preset_says_what_it_is(name: str) -> None:
             assert 0 < figures["acc"] < 100
             assert all(0 <= value < 10 for column, value in figures.items() if column.endswith("_std"))
     with_figures = {method for table in preset.figures if not table.where for method in table.rows}
-    assert set(experiment.methods) <= with_figures
+    assert set(experiment.methods) <= with_figures or (not preset.figures and "lost" in preset.note)
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -160,8 +167,68 @@ def test_fedprotips_network_has_2048_features_and_a_frozen_head_a_task() -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "alpha", "rounds", "domains", "weight"),
+    [
+        ("special-digit10", 0.1, 20, ["usps", "svhn", "emnist", "mnist"], 0.25),
+        ("special-vlcs", 0.3, 20, ["caltech101", "labelme", "sun09", "voc2007"], 0.4),
+        ("special-pacs", 0.3, 20, ["sketch", "cartoon", "photo", "art_painting"], 0.05),
+        ("special-dn4il", 5.0, 30, ["sketch", "infograph", "painting", "quickdraw", "real", "clipart"], None),
+    ],
+)
+def test_special_table_6(name: str, alpha: float, rounds: int, domains: list[str], weight: float | None) -> None:
+    """Its settings, the orders of the domains in Tables 9 to 12, and lambda as a review has it."""
+    params = load(name, method="special")
+    assert (params.partition.clients, params.partition.kind, params.partition.alpha) == (8, "dirichlet", alpha)
+    assert (params.federation.rounds, params.federation.local_epochs, params.federation.batch_size) == (rounds, 5, 32)
+    assert (params.optimizer.kind, params.optimizer.lr, params.federation.server_lr_schedule) == ("sgd", 0.001, "1/t")
+    assert (params.model.backbone, params.stream.kind) == ("resnet18", "domain-incremental")
+    named = params.stream.domains or [part["source"] for part in params.data.parts]
+    assert list(named) == domains
+    if weight is not None:
+        assert params.methods["special"]["lambda"] == weight
+
+
+def test_digit10_is_one_stream_of_the_ten_digits(tmp_path: Path) -> None:
+    """Four data sets in four sizes, grey and colour, with one head over the same ten classes."""
+    params = load("special-digit10")
+    source = find("source", params.data.source)(params.data)
+    for part, size in zip(source.parts, ((16,), (32, 3), (28,), (28,)), strict=True):
+        images = np.zeros((200, size[0], *size), np.uint8)
+        halves = {split: (images[:100], np.arange(100) % 10) for split in ("train", "test")}
+        part.catalogue = lambda halves=halves, name=part.name: catalogue_of_arrays(name, DIGITS, halves)
+    prepare(source, tmp_path / "prepared")
+    stream, partition = (
+        find(kind, getattr(params, kind).kind)(getattr(params, kind)) for kind in ("stream", "partition")
+    )
+    splits = Splits.open(split(tmp_path / "prepared", stream, partition, tmp_path / "splits"))
+    assert params.data.parts[2] == {"source": "emnist", "split": "digits"}
+    assert [task.name for task in splits.tasks] == ["usps", "svhn", "emnist", "mnist"]
+    assert {task.classes for task in splits.tasks} == {tuple(range(10))}
+    assert (splits.head, splits.shape, splits.clients) == ("growing", (1, 32, 32), 8)
+
+
+def test_specials_network_has_the_bytes_of_table_15() -> None:
+    """42.69 MB, of 2^20 bytes and with all buffers: only the 7x7 stem with three channels comes to that."""
+    model = load("special-digit10").model.model_dump(mode="json")
+
+    def megabytes(channels: int, **changed: Any) -> float:
+        network = build(
+            ModelSpec(model | changed, (channels, 32, 32), "growing", (tuple(range(10)),)), torch.Generator()
+        )
+        return sum(t.numel() * t.element_size() for t in network.state_dict().values()) / 2**20
+
+    assert round(megabytes(3), 2) == 42.69
+    assert round(megabytes(1), 2) != 42.69
+    assert round(megabytes(3, stem="cifar"), 2) != 42.69
+
+
+@pytest.mark.parametrize(
     ("name", "method", "of_reading", "acc", "forgetting"),
     [
+        ("special-digit10", "special", "task_agnostic", 62.12, None),
+        ("special-vlcs", "fedavg", "task_agnostic", 51.22, None),
+        ("special-pacs", "special-c", "task_agnostic", 43.30, None),
+        ("special-dn4il", "flwf-2t", "task_agnostic", 23.21, None),
         ("fot-pmnist-iid", "fot", "task_aware", 90.35, 1.75),
         ("fot-pmnist-noniid", "fot", "task_aware", 85.21, 1.97),
         ("fot-pmnist-iid", "fedavg", "task_aware", 85.68, 8.29),
@@ -174,7 +241,7 @@ def test_fedprotips_network_has_2048_features_and_a_frozen_head_a_task() -> None
         ("fedprotip-domainnet-order2", "fedprotip", "paper_task_predicted", 28.06, 2.10),
     ],
 )
-def test_the_papers_figures(name: str, method: str, of_reading: str, acc: float, forgetting: float) -> None:
+def test_the_papers_figures(name: str, method: str, of_reading: str, acc: float, forgetting: float | None) -> None:
     (figure,) = published([group_of(run_of_preset(name, method))])[of_reading]
     assert figure.values["acc"] == acc
     assert figure.values.get("ft", figure.values.get("fgt")) == forgetting

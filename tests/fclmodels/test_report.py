@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fclmodels import metrics
 from fclmodels.errors import UserError
-from fclmodels.federation import monitors
+from fclmodels.federation.monitors.rows import row, table
 from fclmodels.report import (
     accuracy_cells,
     accuracy_curves,
@@ -343,8 +343,8 @@ def test_cells_that_were_not_measured_are_null(folders):
 def test_bytes_by_task_add_up_to_the_runs_traffic(folders):
     table = bytes_by_task(folders[3:])
     sums = table.group_by("method", "seed", maintain_order=True).agg(pl.col("bytes_up", "bytes_down").sum())
-    for result, row in zip(results(folders[3:]), sums.rows(named=True), strict=True):
-        assert (row["bytes_up"], row["bytes_down"]) == (result["bytes_up"], result["bytes_down"])
+    for result, sent in zip(results(folders[3:]), sums.rows(named=True), strict=True):
+        assert (sent["bytes_up"], sent["bytes_down"]) == (result["bytes_up"], result["bytes_down"])
     assert table["task"].unique().sort().to_list() == [1, 2, 3]
 
 
@@ -589,6 +589,21 @@ def test_privacy_ledger_tells_the_largest_epsilon_of_the_seeds(tmp_path, text):
     assert "epsilon" not in text
 
 
+def test_what_became_of_clients_is_told_where_they_could_fail(tmp_path, text):
+    counts = {"clients": 60, "missing": 7, "late": 5, "dropped": 3, "answers": 50}
+    folders = [
+        write_run(tmp_path / "fedavg-0", "fedavg", 0, tasks=2, faults=counts),
+        write_run(tmp_path / "fedavg-1", "fedavg", 1, tasks=2, faults=counts | {"missing": 9, "answers": 48}),
+        write_run(tmp_path / "joint-0", "joint", 0, tasks=2),
+    ]
+    (table,) = Tables(page(folders)).headed("Missing")
+    assert table == [
+        ["Method", "Sampled", "Missing", "Late", "Dropped", "Counted"],
+        ["fedavg", "60± 0", "8± 1.41", "5± 0", "3± 0", "49± 1.41"],
+    ]
+    assert Tables(text).headed("Missing") == []
+
+
 def test_the_papers_figures_are_rows_below_the_measured_ones(tmp_path):
     table = {"table": "Table 1", "reading": "task_aware", "columns": ["acc", "acc_std", "fgt"]}
     preset = {"name": "one", "figures": [table | {"rows": {"fot": [90.0, 0.06, 1.75], "ewc": [1, 1, 1]}}]}
@@ -644,21 +659,21 @@ def test_whole_batches_are_explained_where_they_are_shown(names, told):
 
 def monitored(folder, method, seed, rows, **settings):
     folder = write_run(folder, method, seed, tasks=3, settings=settings)
-    monitors.table(rows).write_parquet(folder / "monitors.parquet")
+    table(rows).write_parquet(folder / "monitors.parquet")
     return folder
 
 
 def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     rows = [
-        [monitors.row("used_share", task, share, layer=name) for task in range(3) for name in ("fc1", "fc2", None)]
-        + [monitors.row("rho", 2, rho, round) for round, rho in enumerate((0.2, 0.4))]
+        [row("used_share", task, share, layer=name) for task in range(3) for name in ("fc1", "fc2", None)]
+        + [row("rho", 2, rho, round) for round, rho in enumerate((0.2, 0.4))]
         + [
-            monitors.row("beta", 1, 0.5, 0, 0),
-            monitors.row("beta", 2, 0.125, 0, 0),
-            monitors.row("beta", 2, beta, 0, 1),
+            row("beta", 1, 0.5, 0, 0),
+            row("beta", 2, 0.125, 0, 0),
+            row("beta", 2, beta, 0, 1),
         ]
-        + [monitors.row("loss_increase", 2, -0.25, about=0), monitors.row("loss_increase", 2, 1.5, about=1)]
-        + [monitors.row("theorem_bound", 2, 8, about=0), monitors.row("theorem_bound", 2, bound, about=1)]
+        + [row("loss_increase", 2, -0.25, about=0), row("loss_increase", 2, 1.5, about=1)]
+        + [row("theorem_bound", 2, 8, about=0), row("theorem_bound", 2, bound, about=1)]
         for share, beta, bound in ((0.25, 0.75, 4), (0.75, 0.25, 6))
     ]
     momentum = {"optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
@@ -682,6 +697,44 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     assert re.findall(r"<span>(\w+)</span></span> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
 
 
+def test_what_was_seen_round_by_round_is_shown_with_its_bound(tmp_path, folders):
+    rows = [row("accuracy", task, 0.5, 5, about) for task in range(3) for about in (*range(task + 1), None)]
+    rows += [row("drift", task, task / 2, 5) for task in (1, 2)] + [row("drift_bound", 2, 8, 5)]
+    text = page([*folders[3:6], monitored(tmp_path / "fot-0", "fot", 0, rows)])
+    parsed = Tables(text)
+    assert parsed.headed("Its bound") == [[["Task", "Largest drift", "Its bound"], ["3", "1", "8"]]]
+    assert text.index("While task 2 is learned") < text.index("<summary>Later tasks") < text.index("While task 3")
+    assert text.count("</details>") == text.count("<details>")
+    assert "<title>fot, 6: 50.0</title>" in text
+    assert "nothing was tuned or stopped by it" in text
+
+
+def test_runs_that_differ_in_one_setting_make_a_curve(tmp_path, text):
+    mus = (0.01, 0.1, 1.0)
+    of_mu = [
+        write_run(tmp_path / str(mu), "fedprox", tasks=3, settings={"methods": {"fedprox": {"mu": mu}}}) for mu in mus
+    ]
+    found = page(of_mu)
+    Tables(found)
+    assert found.count('<g class="dot">') == 3 * 3  # in each reading
+    assert 'fedprox, by <span class="mono">methods.fedprox.mu</span>' in found
+    assert 'class="dot"' not in text.replace('<span class="dot"', "")
+    assert "by one setting" not in page(of_mu[:2])
+
+
+def test_costs_tell_seconds_a_round_and_rounds_to_best_where_they_are_known(tmp_path, folders):
+    watched = write_run(tmp_path / "fot-0", "fot", 0, tasks=3, rounds_to_best=11)
+    table = comparison([*folders[3:6], watched])
+    rows = {row["method"]: row for row in table.filter(pl.col("reading") == "task_aware").to_dicts()}
+    assert (rows["fot"]["rounds_to_best"], rows["fedavg"]["rounds_to_best"]) == (11, None)
+    means = [pl.read_parquet(folder / "rounds.parquet")["seconds"].mean() for folder in folders[3:6]]
+    assert rows["fedavg"]["seconds_per_round"] == pytest.approx(np.mean(means))
+    (costs,) = Tables(page([*folders[3:6], watched])).headed("To best")
+    place = costs[0].index("To best")
+    assert {cells[0]: cells[place] for cells in costs[1:]} == {"fedavg": "–", "fot": "11"}
+    assert "To best" not in page(folders[3:6])
+
+
 def test_without_monitors_the_page_does_not_speak_of_them(text):
     assert "onitor" not in text
     assert "oracle" not in text
@@ -690,10 +743,10 @@ def test_without_monitors_the_page_does_not_speak_of_them(text):
 @pytest.mark.parametrize(
     "wrong",
     [
-        monitors.row("rho", 3, 0.5),
-        monitors.row("beta", 1, 0.5, 0, -1),
-        monitors.row("rho", 0, float("nan")),
-        monitors.row("rho", 0, None),
+        row("rho", 3, 0.5),
+        row("beta", 1, 0.5, 0, -1),
+        row("rho", 0, float("nan")),
+        row("rho", 0, None),
     ],
 )
 def test_monitors_that_cannot_be_are_refused(wrong, tmp_path):

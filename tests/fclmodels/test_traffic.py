@@ -15,7 +15,7 @@ Row = tuple[int, int, int, str, str, int]  # task, round, client, direction, kin
 
 def write(folder: Path, rows: list[Row]) -> Path:
     folder.mkdir(parents=True)
-    full = [(t, r, c, direction, f"a {kind}", kind, "sum", size) for t, r, c, direction, kind, size in rows]
+    full = [(t, r, c, direction, f"a {kind}", kind, "sum", size, None) for t, r, c, direction, kind, size in rows]
     pl.DataFrame(full, SCHEMA, orient="row").write_parquet(folder / "ledger.parquet")
     return folder
 

@@ -158,6 +158,22 @@ def test_a_mistake_found_inside_a_flow_is_told_in_one_line(
     assert not OUT.exists()
 
 
+def test_what_a_method_advises_is_told_before_its_first_round(
+    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not where quiet is asked for, nor by a method that has nothing to say."""
+    assert fcl("run", "-m", "special", "--set", "methods.special.lambda=50") == 0
+    told = capsys.readouterr().err.splitlines()
+    advice = [number for number, line in enumerate(told) if "98%" in line or "beyond" in line]
+    learned = [number for number, line in enumerate(told) if "task 1 of 2 learned" in line]
+    assert "98% of that by round 1" in told[advice[0]]
+    assert told[advice[1]].startswith("special-0: federation.rounds: 1 of 1 later tasks goes on beyond that")
+    assert advice[1] < learned[0]
+    assert fcl("run", "-m", "special", "-q", "--set", "methods.special.lambda=60") == 0
+    assert fcl("run", "-m", "fedavg") == 0
+    assert "98%" not in capsys.readouterr().err
+
+
 def test_other_data_are_made_for_the_run_and_data_splits_stay(
     fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,9 @@ from flows.progress import Bars, Lines, Silent, watch
 SUMMARY = {"task_agnostic": {"acc": 0.345}}
 
 
-def row(task: int, round: int, seconds: float = 2.0) -> dict[str, Any]:
-    return {"task": task, "round": round, "loss": 0.5, "seconds": seconds}
+def row(task: int, round: int, seconds: float = 2.0, answers: int = 3, late: int = 0) -> dict[str, Any]:
+    counts = {"clients": 3, "answers": answers, "late": late, "missing": 3 - answers}
+    return {"task": task, "round": round, "loss": 0.5, "seconds": seconds, **counts}
 
 
 def tell(watcher: Silent, tasks: int, rounds: int) -> None:
@@ -57,6 +58,18 @@ def test_bars_tell_the_time_left_from_the_rounds_done_here() -> None:
     assert over_rounds.completed == 15
     assert over_rounds.description == "fedavg-0: task 2 of 2, rounds"
     assert over_rounds.fields["note"] == "accuracy 34.5 %, loss 0.500, 0:45 left"
+
+
+@pytest.mark.parametrize(
+    ("answers", "late", "told"),
+    [(3, 0, ""), (2, 0, ", 2 answers from 3 clients"), (3, 1, ", 3 answers from 3 clients, 1 late")],
+)
+def test_answers_are_told_where_they_are_not_one_of_each_client_in_time(answers: int, late: int, told: str) -> None:
+    bars = Bars("fedavg-0", [10], Console(file=io.StringIO(), force_terminal=True, width=200))
+    with bars:
+        bars.round_done(row(0, 9, answers=answers, late=late))
+    (over_rounds,) = [task for task in bars.bars.tasks if task.total == 10]
+    assert over_rounds.fields["note"] == f"loss 0.500{told}, 0:00 left"
 
 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

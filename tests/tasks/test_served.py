@@ -1,6 +1,7 @@
 """The served model against the same answers looked up sample by sample, with and without a router."""
 
 import importlib.util
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from fclmodels import state
 from fclmodels.backbones.network import Network, build
 from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.tokens import Tokenizer
 from fclmodels.numerics.relevance import Router, relevance
 from tasks.tracked_artifacts import SERVED
 
+WORDS = ("good", "bad", "warm", "cold", "not", "a", "plot")
 CLASSES = ["ant", "bee", "cat", "dog", "elk"]
 IMAGES = np.random.default_rng(0).integers(0, 256, (40, 1, 4, 4), dtype=np.uint8)
 
@@ -95,3 +98,19 @@ def test_the_answer_to_an_image_does_not_depend_on_the_others(served: Any, tmp_p
     together = served.predict(context, IMAGES)
     assert [served.predict(context, image[None])[0] for image in IMAGES] == together.tolist()
     assert (served.predict(context, IMAGES[::-1].copy()) == together[::-1]).all()
+
+
+def test_texts_are_answered_from_their_token_ids(encoder: Path, served: Any, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(encoder, 12)
+    texts = np.stack([tokenizer([f"the {' '.join(words)} film"]) for words in itertools.permutations(WORDS, 2)])
+    torch.manual_seed(0)
+    spec = ModelSpec({"backbone": "transformer", "folder": str(encoder)}, (2, 12), "per-task", ((0, 1), (2, 3)))
+    network = build(spec, torch.Generator().manual_seed(0)).eval()
+    torch.nn.init.normal_(network.get_parameter("backbone.embeddings.word_embeddings.weight"))  # apart from each other
+    context = folder_of(tmp_path, network, None)
+    state.write_json(tmp_path / "stream.json", {"shape": [2, 12], "mean": [], "std": [], "classes": CLASSES})
+    served.load_context(context)
+    with torch.inference_mode():
+        expected = network(torch.from_numpy(texts)).argmax(1)
+    assert len(expected.unique()) > 1
+    assert served.predict(context, texts).tolist() == [CLASSES[label] for label in expected.tolist()]

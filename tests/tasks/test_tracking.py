@@ -21,7 +21,7 @@ from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, digest_of
-from fclmodels.federation.monitors import row, table
+from fclmodels.federation.monitors.rows import row, table
 from fclmodels.numerics.relevance import Router
 from fclmodels.settings import TrackingSettings
 from tasks.tracked_artifacts import Matrix, as_table, heat_map, log_model, matrices_of
@@ -47,7 +47,7 @@ def settings(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mlflow.set_tracking_uri(tracking_uri)
 
 
-def experiment(**changes: Any) -> Experiment:
+def experiment(faults: bool = False, **changes: Any) -> Experiment:
     """What tracking sees of an experiment."""
     facts: dict[str, Any] = {
         "label": "fedavg-0",
@@ -60,6 +60,7 @@ def experiment(**changes: Any) -> Experiment:
         "data": SimpleNamespace(source="digits"),
         "stream": SimpleNamespace(kind="s"),
         "partition": SimpleNamespace(kind="p"),
+        "federation": SimpleNamespace(faults=SimpleNamespace(on=faults)),
     }
     return SimpleNamespace(  # type: ignore[return-value]
         **facts,
@@ -116,6 +117,19 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
     assert client.get_metric_history(tracking.id, "task_agnostic/ft") == []
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_answers_are_metrics_where_clients_can_fail(on: bool, settings: TrackingSettings, tmp_path: Path) -> None:
+    seen = rounds(0).with_columns(pl.Series("answers", [3, 2]), pl.Series("late", [0, 1]), pl.Series("missing", [1, 0]))
+    with tracked(experiment(faults=on), settings, tmp_path) as tracking:
+        tracking.task_learned(1, seen, SUMMARY)
+    client = MlflowClient(settings.uri)
+    logged = {
+        name: [m.value for m in client.get_metric_history(tracking.id, f"train/{name}")]
+        for name in ("answers", "late", "missing")
+    }
+    assert logged == ({"answers": [3, 2], "late": [0, 1], "missing": [1, 0]} if on else {name: [] for name in logged})
+
+
 def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: TrackingSettings, tmp_path: Path) -> None:
     seen = table(
         [
@@ -125,6 +139,10 @@ def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: Tracki
             row("loss_increase", 1, 0.25, about=0),
             row("used_share", 1, 0.2, layer="backbone.fc1"),
             row("used_share", 1, 0.3),
+            row("accuracy", 1, 0.5, round=1, about=0),
+            row("accuracy", 1, 0.7, round=1),
+            row("drift", 1, 2.0, round=0),
+            row("drift_bound", 1, 9.0, round=0),
         ]
     )
     with tracked(experiment(), settings, tmp_path) as tracking:
@@ -137,6 +155,10 @@ def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: Tracki
         "oracle/loss_increase/task-1": [(2, 0.25)],
         "used_share/backbone.fc1": [(2, 0.2)],
         "used_share/mean": [(2, 0.3)],
+        "accuracy/task-1": [(3, 0.5)],
+        "accuracy/all-so-far": [(3, 0.7)],
+        "drift": [(2, 2.0)],
+        "oracle/drift_bound": [(2, 9.0)],
     }
     found = {name: [(m.step, m.value) for m in client.get_metric_history(tracking.id, name)] for name in expected}
     assert found == expected

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
 from fclmodels.errors import UserError
-from fclmodels.settings import SourceSettings
+from fclmodels.settings import ImageSettings
 
 UNSIGNED_BYTE = 0x08
 
@@ -22,7 +22,7 @@ class Idx(Source):
 
     name = "idx"
 
-    class Settings(SourceSettings):
+    class Settings(ImageSettings):
         images: Path = Field(Path("train-images-idx3-ubyte"), description="idx file of the images, from root on")
         labels: Path = Field(Path("train-labels-idx1-ubyte"), description="idx file of their labels")
         test_images: Path | None = Field(

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fclmodels.data.sources.base import Catalogue, Source, table
 from fclmodels.errors import UserError, did_you_mean
-from fclmodels.settings import SourceSettings
+from fclmodels.settings import ImageSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -23,7 +23,7 @@ class ImageFolder(Source):
 
     name = "image-folder"
 
-    class Settings(SourceSettings):
+    class Settings(ImageSettings):
         folder: Path = Field(Path("."), description="top of the tree, from root on")
         domains: bool = Field(False, description="the tree has a level of domains above its classes")
 

@@ -1,30 +1,36 @@
-"""Different data sets one after another, as in the 5-Datasets stream: each is a domain with classes of its own."""
+"""Different data sets one after another: each is a domain.
+
+Its classes are its own, as in FOT's 5-Datasets, or the same as those of the others, as in SPECIAL's Digit-10.
+"""
 
 import bisect
-from collections import Counter
 from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import polars as pl
 from PIL import Image
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
-from fclmodels.data.sources.base import Catalogue, Source
-from fclmodels.errors import UserError, did_you_mean, shown
+from fclmodels.data.sources.base import Catalogue, Source, part_settings, refuse_doubled
+from fclmodels.errors import UserError, shown
 from fclmodels.plugins import find
-from fclmodels.settings import SourceSettings
+from fclmodels.settings import ImageSettings, SourceSettings
 
 COMMON = {"size", "channels", "skip_bad", "mean", "std"}
 
 
 class Sequence(Source):
-    """other sources one after another, each a domain with its own classes (5-Datasets)"""
+    """other sources one after another, each a domain: with its own classes (5-Datasets) or the same (Digit-10)"""
 
     name = "sequence"
 
-    class Settings(SourceSettings):
+    class Settings(ImageSettings):
         size: PositiveInt | None = Field(32, description="side in pixels that all images are resized to")
         channels: Literal[1, 3] | None = Field(3, description="1 grey, 3 colour, for all images")
+        label_space: Literal["own", "shared"] = Field(
+            "own", description="each data set has classes of its own, or classes of the same name are one"
+        )
         parts: tuple[dict[str, Any], ...] = Field(
             ({"source": "cifar10"}, {"source": "mnist"}, {"source": "svhn"}, {"source": "fashion-mnist"}),
             description="the data sets in their order: source, its own settings, and a name if not the source's",
@@ -38,25 +44,30 @@ class Sequence(Source):
             raise UserError("data.parts is empty. Name at least one source: [{source: mnist}, {source: svhn}].")
         self.parts = [self._part(i, dict(part)) for i, part in enumerate(self.settings.parts)]
         self.names = [part.get("name", part["source"]) for part in self.settings.parts]
-        doubled = [name for name, times in Counter(self.names).items() if times > 1]
-        if doubled:
-            raise UserError(f"data.parts: {', '.join(doubled)} is there more than once. Give each a name of its own.")
+        refuse_doubled(self.names)
 
     def catalogue(self) -> Catalogue:
         catalogues = [part.catalogue() for part in self.parts]
         ends = list(accumulate(len(catalogue.samples) for catalogue in catalogues))
 
-        def image(row: int) -> Image.Image:
+        def open_row(row: int) -> Image.Image | np.ndarray:
             part = bisect.bisect_right(ends, row)
-            return catalogues[part].image(row - (ends[part - 1] if part else 0))
+            return catalogues[part].open(row - (ends[part - 1] if part else 0))
 
-        named = zip(self.names, catalogues, strict=True)
+        own = self.settings.label_space == "own"
+        if not own:
+            refuse_different_classes(self.names, catalogues)
+        names = [
+            [f"{name}:{c}" if own else c for c in part.classes]
+            for name, part in zip(self.names, catalogues, strict=True)
+        ]
+        classes = list(dict.fromkeys(c for of_part in names for c in of_part))
         return Catalogue(
-            classes=tuple(f"{name}:{label}" for name, part in named for label in part.classes),
+            classes=tuple(classes),
             domains=tuple(self.names),
-            samples=joined(self.names, catalogues),
-            image=image,
-            own_label_spaces=True,
+            samples=joined(self.names, catalogues, [[classes.index(c) for c in of_part] for of_part in names]),
+            open=open_row,
+            own_label_spaces=own,
         )
 
     def _part(self, index: int, block: dict[str, Any]) -> Source:
@@ -69,28 +80,32 @@ class Sequence(Source):
             raise UserError(f"{where}: {', '.join(sorted(misplaced))} is common to all parts. Set it in data itself.")
         block.pop("name", None)
         plugin = find("source", block["source"])
-        try:
-            return plugin(plugin.Settings(**{"root": self.settings.root} | block))
-        except ValidationError as problem:
-            error = problem.errors()[0]
-            name = ".".join(map(str, error["loc"]))
-            hint = f". {did_you_mean(name, plugin.Settings.model_fields)}" if error["type"] == "extra_forbidden" else ""
-            raise UserError(f"{where}.{name}: {error['msg']}{hint}") from problem
+        if not issubclass(plugin.Settings, ImageSettings):
+            raise UserError(f"{where}: {block['source']} has no images. Use it as data.source, with parts of its own.")
+        return plugin(part_settings(where, plugin.Settings, {"root": self.settings.root} | block))
 
 
-def joined(names: list[str], catalogues: list[Catalogue]) -> pl.DataFrame:
-    """The tables below each other: labels and groups go on counting, and each table is a domain."""
+def refuse_different_classes(names: list[str], catalogues: list[Catalogue]) -> None:
+    for name, part in zip(names, catalogues, strict=True):
+        if odd := sorted(set(part.classes) ^ set(catalogues[0].classes)):
+            raise UserError(
+                f"data.label_space: shared needs the same classes in each part; {odd[0]} is not in both {names[0]} and "
+                f"{name}. Use own."
+            )
+
+
+def joined(names: list[str], catalogues: list[Catalogue], labels: list[list[int]]) -> pl.DataFrame:
+    """The tables below each other: each is a domain, its labels become these, and groups go on counting."""
     tables = []
-    labels = groups = 0
+    groups = 0
     for domain, (name, part) in enumerate(zip(names, catalogues, strict=True)):
         tables.append(
             part.samples.with_columns(
-                pl.col("label") + labels,
+                pl.Series("label", np.array(labels[domain])[part.samples["label"].to_numpy()], pl.Int32),
                 pl.col("group") + groups,
                 domain=pl.lit(domain, pl.Int16),
                 origin=name + "/" + pl.col("origin"),
             )
         )
-        labels += len(part.classes)
         groups += part.samples["group"].drop_nulls().n_unique()
     return pl.concat(tables)

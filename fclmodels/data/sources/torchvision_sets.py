@@ -15,7 +15,7 @@ from pydantic import Field
 from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
 from fclmodels.data.sources.digits import DIGITS
 from fclmodels.errors import UserError
-from fclmodels.settings import SourceSettings
+from fclmodels.settings import ImageSettings
 from fclmodels.torchvision_guard import torchvision
 
 
@@ -134,7 +134,7 @@ class Emnist(TorchvisionSource):
     files = "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip"
     folder = "EMNIST/raw"
 
-    class Settings(SourceSettings):
+    class Settings(ImageSettings):
         split: Literal["balanced", "byclass", "bymerge", "letters", "digits", "mnist"] = Field(
             "balanced", description="which of EMNIST's own selections of classes and samples"
         )

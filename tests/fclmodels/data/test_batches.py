@@ -57,6 +57,12 @@ def test_a_shuffled_epoch_has_every_row_once(everything: tuple[Splits, Rows], si
     assert order.tolist() != sorted(order.tolist())
 
 
+def test_where_there_are_no_rows_there_is_no_batch(everything: tuple[Splits, Rows]) -> None:
+    splits, rows = everything
+    made, none = Batches(splits, PLAIN, CPU), rows.take(np.array([], int))
+    assert [*made.ordered(none, 4), *made.shuffled(none, 4, seeded(0))] == []
+
+
 def test_chunks_are_no_seams(everything: tuple[Splits, Rows], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels are made some batches at once; without augmentation, how many does not show."""
     splits, rows = everything
@@ -137,3 +143,26 @@ def test_the_permutation_comes_from_the_streams_seed_alone(splits_of: Callable[.
     splits.tasks = (splits.tasks[0], replace(splits.tasks[1], permutation=77))
     changed = Batches(splits, PLAIN, CPU)._permutations
     assert not torch.equal(changed[1], first[1])
+
+
+def test_stored_samples_are_pixels_as_prepared_and_pass_as_the_rows_do(splits_of: Callable[..., Splits]) -> None:
+    """Of several tasks at once, each with its own permutation."""
+    splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
+    rows = Rows.concatenate([splits.rows(task, "train") for task in (2, 0, 1)])
+    made = Batches(splits, PLAIN, CPU)
+    raw = made.raw(rows)
+    assert raw.inputs.dtype == torch.uint8
+    assert torch.equal(raw.inputs, splits.images[torch.from_numpy(rows.samples)])
+    expected, got = joined(list(made.ordered(rows, 7))), made.of_raw(raw, seeded(0))
+    assert all(torch.equal(getattr(got, name), getattr(expected, name)) for name in ("inputs", "labels", "tasks"))
+
+
+def test_stored_samples_are_augmented_as_the_rows_are(everything: tuple[Splits, Rows]) -> None:
+    splits, rows = everything
+    made = Batches(splits, AugmentSettings(flip=True, crop_padding=1, brightness=0.5), CPU)
+    random = seeded(0)
+    order = torch.randperm(len(rows), generator=random)
+    got = made.of_raw(made.raw(rows).take(order), made.augmenting(random))
+    (expected,) = made.shuffled(rows, len(rows), seeded(0))
+    assert torch.equal(got.inputs, expected.inputs)
+    assert got.labels.tolist() == expected.labels.tolist()

@@ -23,7 +23,7 @@ from fclmodels.data.prepare import Prepared, prepare
 from fclmodels.data.sources.base import Source, catalogue_of_arrays
 from fclmodels.errors import UserError
 from fclmodels.plugins import find
-from fclmodels.settings import SourceSettings
+from fclmodels.settings import ImageSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ class Arrays(Source):
     name = "arrays"
 
     def __init__(self, images, labels, classes=("a", "b", "c"), official=False, **settings):
-        super().__init__(SourceSettings(**settings))
+        super().__init__(ImageSettings(**settings))
         self.images, self.labels, self.classes, self.official = images, np.asarray(labels), classes, official
 
     def catalogue(self):
@@ -71,8 +71,8 @@ def test_images_and_table_are_those_of_the_source(tmp_path):
         random_images(count, 4, 5, 3), np.arange(count) % 3, official=True, mean=(0.5,), std=(0.1, 0.2, 0.3)
     )
     prepared = prepare(source, tmp_path / "prepared")
-    assert_array_equal(prepared.images, source.images.transpose(0, 3, 1, 2))
-    assert prepared.images.dtype == np.uint8
+    assert_array_equal(prepared.array, source.images.transpose(0, 3, 1, 2))
+    assert prepared.array.dtype == np.uint8
     assert prepared.samples.columns == ["sample", "label", "domain", "official", "origin", "group"]
     assert_array_equal(prepared.samples["sample"], np.arange(count))
     assert_array_equal(prepared.samples["label"], source.labels)
@@ -89,8 +89,8 @@ def test_images_and_table_are_those_of_the_source(tmp_path):
 def test_the_embedded_digits_are_prepared_as_they_are(tmp_path):
     plugin = find("source", "digits-domains")
     prepared = prepare(plugin(plugin.Settings(source="digits-domains")), tmp_path / "prepared")
-    assert prepared.images.shape == (4 * 1797, 1, 8, 8)
-    assert_array_equal(prepared.images[1797:3594], 255 - prepared.images[:1797])
+    assert prepared.array.shape == (4 * 1797, 1, 8, 8)
+    assert_array_equal(prepared.array[1797:3594], 255 - prepared.array[:1797])
     assert_array_equal(prepared.samples["group"], np.tile(np.arange(1797), 4))
 
 
@@ -196,7 +196,7 @@ def test_what_is_bad_can_be_left_out_and_is_counted(bad_tree, tmp_path):
     assert prepared.meta.skipped == 5
     assert prepared.samples["sample"].to_list() == list(range(11))
     assert prepared.samples["label"].to_list() == [0] * 4 + [1] * 3 + [2] * 4
-    for image, origin in zip(prepared.images, prepared.samples["origin"], strict=True):
+    for image, origin in zip(prepared.array, prepared.samples["origin"], strict=True):
         assert_array_equal(image[0], np.asarray(Image.open(bad_tree / origin)))
     prepared.verify()
 
@@ -211,7 +211,7 @@ def test_size_and_channels_make_mixed_images_alike(bad_tree, tmp_path):
         prepare(tree(bad_tree, size=5), tmp_path / "prepared")
     assert "data.size" not in str(told.value)
     prepared = prepare(tree(bad_tree, size=5, channels=3), tmp_path / "prepared")
-    assert prepared.images.shape == (14, 3, 5, 5)
+    assert prepared.array.shape == (14, 3, 5, 5)
     assert prepared.meta.skipped == 0
 
 
@@ -268,7 +268,7 @@ def test_a_source_that_holds_nothing_usable_is_refused(tmp_path):
         prepare(small(0), tmp_path / "prepared")
     (tmp_path / "raw" / "a").mkdir(parents=True)
     (tmp_path / "raw" / "a" / "0.png").write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"none of 1 images tried can be read \(a/0.png: not an image\)"):
+    with pytest.raises(UserError, match=r"none of 1 samples tried can be read \(a/0.png: not an image\)"):
         prepare(tree(tmp_path / "raw", skip_bad=True), tmp_path / "prepared")
 
 
@@ -360,7 +360,7 @@ def test_a_changed_pixel_is_found_by_verifying(tmp_path):
     prepared = prepare(small(), tmp_path / "prepared")
     with open(prepared.folder / "images.npy", "r+b") as file:
         file.seek(-1, os.SEEK_END)
-        file.write(bytes([prepared.images[-1, -1, -1, -1] ^ 1]))
+        file.write(bytes([prepared.array[-1, -1, -1, -1] ^ 1]))
     with pytest.raises(UserError, match=r"does not match its digest .* fcl prepare"):
         Prepared.open(prepared.folder).verify()
 
@@ -383,9 +383,9 @@ def channel_means(images):
 def test_cifar100_has_the_mean_that_everyone_uses(real, tmp_path):
     prepared = prepare(tree(real, folder="cifar100"), tmp_path / "prepared")
     train = prepared.samples.filter(official="train")
-    assert prepared.images.shape == (60_000, 3, 32, 32)
+    assert prepared.array.shape == (60_000, 3, 32, 32)
     assert set(train["label"].value_counts()["count"]) == {500}
-    assert_allclose(channel_means(prepared.images[train["sample"]]), [0.5071, 0.4865, 0.4409], atol=2e-4)
+    assert_allclose(channel_means(prepared.array[train["sample"]]), [0.5071, 0.4865, 0.4409], atol=2e-4)
 
 
 @pytest.mark.realdata
@@ -393,9 +393,9 @@ def test_mnist_has_the_mean_that_everyone_uses(real, tmp_path):
     plugin = find("source", "mnist")
     prepared = prepare(plugin(plugin.Settings(source="mnist", root=real)), tmp_path / "prepared")
     train = prepared.samples.filter(official="train")
-    assert prepared.images.shape == (70_000, 1, 28, 28)
+    assert prepared.array.shape == (70_000, 1, 28, 28)
     assert train["label"].value_counts().sort("label")["count"].to_list()[:2] == [5923, 6742]
-    assert_allclose(channel_means(prepared.images[train["sample"]]), [0.1307], atol=1e-4)
+    assert_allclose(channel_means(prepared.array[train["sample"]]), [0.1307], atol=1e-4)
 
 
 @pytest.mark.realdata

@@ -13,6 +13,7 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 from fclmodels.data.sources import torchvision_sets
+from fclmodels.data.sources.base import catalogue_of_arrays
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.errors import UserError
 from fclmodels.plugins import all_of, find
@@ -24,7 +25,7 @@ def source(name, root=Path("nowhere"), **settings):
 
 
 def pixels(catalogue, row):
-    return np.asarray(catalogue.image(row))
+    return np.asarray(catalogue.open(row))
 
 
 def write_idx(path, values):
@@ -124,7 +125,7 @@ def test_idx_without_test_files_has_no_official_split(tmp_path):
     write_idx(tmp_path / "y", np.array([0, 1]))
     catalogue = source("idx", tmp_path, images="x", labels="y", test_images=None, test_labels=None).catalogue()
     assert catalogue.samples["official"].to_list() == [None, None]
-    assert catalogue.image(0).mode == "RGB"
+    assert catalogue.open(0).mode == "RGB"
 
 
 def unlabelled(root):
@@ -367,11 +368,31 @@ def test_parts_of_a_sequence_are_domains_with_classes_of_their_own(tmp_path):
         (None, "image-folder", "image-folder:y", "image-folder/y/1.png"),
     ]
     assert pixels(catalogue, count + 1).tolist() == [[1, 1], [1, 1]]
-    assert catalogue.image(count + 2).size == (5, 5)
+    assert catalogue.open(count + 2).size == (5, 5)
     assert_array_equal(pixels(catalogue, 5), pixels(catalogue, count + 4 + 5))
     groups = catalogue.samples["group"]
     assert groups[count : count + 4].null_count() == 4
     assert set(groups[:count]) & set(groups[count + 4 :]) == set()
+
+
+def test_parts_that_share_their_labels_are_domains_of_the_same_classes(tmp_path):
+    """By name, whatever number a part gives it."""
+    write_images(tmp_path, "one/b/1.png", "one/a/2.png", value=1)
+    folder = {"source": "image-folder", "folder": "one"}
+    arrays = catalogue_of_arrays("arrays", ("b", "a"), {None: (np.zeros((2, 4, 4), np.uint8), np.array([0, 1]))})
+    made = source("sequence", tmp_path, label_space="shared", parts=[folder, folder | {"name": "again"}])
+    made.parts[1].catalogue = lambda: arrays
+    catalogue = made.catalogue()
+    assert not catalogue.own_label_spaces
+    assert (catalogue.classes, catalogue.domains) == (("a", "b"), ("image-folder", "again"))
+    assert catalogue.samples.select("label", "domain").rows() == [(0, 0), (1, 0), (1, 1), (0, 1)]
+
+
+def test_parts_with_different_classes_share_no_labels(tmp_path):
+    write_images(tmp_path, "one/0/1.png", value=1)
+    parts = [{"source": "digits"}, {"source": "image-folder", "folder": "one"}]
+    with pytest.raises(UserError, match="label_space: shared needs the same classes in each part; 1 is not in both"):
+        source("sequence", tmp_path, label_space="shared", parts=parts).catalogue()
 
 
 @pytest.mark.parametrize(

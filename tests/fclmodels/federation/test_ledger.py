@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from fclmodels.federation.executor import Answer, Job
+from fclmodels.federation.executor import Job
 from fclmodels.federation.ledger import Ledger, ledger_table
 from fclmodels.federation.log import Log
 from fclmodels.federation.messages import Part, Reply
@@ -16,9 +16,9 @@ PAYLOAD = {
 }
 
 
-def answer(client: int, memory: Path | None) -> Answer:
+def reply(client: int) -> Reply:
     basis = Part("basis", {"b": torch.ones(client + 1, dtype=torch.float64)}, "each")
-    return Answer(client, Reply({"update": Part("update", {"w": torch.ones(10)}), "basis": basis}), memory, 0.0)
+    return Reply({"update": Part("update", {"w": torch.ones(10)}), "basis": basis})
 
 
 def table_of(tmp_path: Path, order: list[int]) -> pl.DataFrame:
@@ -30,7 +30,8 @@ def table_of(tmp_path: Path, order: list[int]) -> pl.DataFrame:
         job = Job("train", 2, round, PAYLOAD, tmp_path)
         ledger.sent(job, order)
         for client in order:
-            ledger.received(job, answer(client, memory if client == 4 else None))
+            ledger.received(job, client, reply(client))
+            ledger.kept(job, client, memory if client == 4 else None)
         assert ledger.bytes_down == len(order) * (40 + 3)
         assert ledger.bytes_up == sum(40 + 8 * (client + 1) for client in order)
     return ledger_table(log)
@@ -38,7 +39,7 @@ def table_of(tmp_path: Path, order: list[int]) -> pl.DataFrame:
 
 def test_every_part_both_ways_is_counted_for_every_client(tmp_path: Path) -> None:
     table = table_of(tmp_path, [1, 4])
-    rows = set(table.filter(pl.col("round") == 1).drop("task", "round").rows())
+    rows = set(table.filter(pl.col("round") == 1).drop("task", "round", "base_round").rows())
     assert rows == {
         (1, "down", "weights", "weights", "-", 40),
         (4, "down", "weights", "weights", "-", 40),
@@ -51,7 +52,7 @@ def test_every_part_both_ways_is_counted_for_every_client(tmp_path: Path) -> Non
         (4, "kept", "memory", "memory", "-", 123),
     }
     assert set(table["task"]) == {2}
-    assert len(table) == 18
+    assert table["base_round"].null_count() == len(table) == 18
 
 
 def test_the_table_does_not_depend_on_the_order_of_answers(tmp_path: Path) -> None:

@@ -138,3 +138,39 @@ def test_dropout_differs_between_clients_rounds_and_tasks(method_of: Callable, c
         method.train(client_of(method, index, 0, number), method.payload(server))
     assert drawn[0] == drawn[3]
     assert len({tuple(mask) for mask in drawn}) == 3
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_the_learning_rate_falls_from_round_to_round_and_begins_anew_in_each_task(
+    kind: str, method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    """A quarter in the third round: the training of a client there is that of a first round with a quarter of it."""
+    settings = (f"optimizer.kind={kind}", "optimizer.weight_decay=0.1")
+    falling = method_of(FedAvg, *settings, "optimizer.lr=0.02", "optimizer.lr_decay=0.5")
+    for task, lrs in {0: (0.02, 0.01, 0.005), 1: (0.02,)}.items():
+        server = falling.start_task(federate(falling, task), task)
+        for number, lr in enumerate(lrs):
+            plain = method_of(FedAvg, *settings, f"optimizer.lr={lr}")
+            ours, theirs = (
+                method.train(client_of(method, 1, task, number), method.payload(server))[0].parts["update"].tensors
+                for method in (falling, plain)
+            )
+            assert state.digest(ours) == state.digest(theirs)
+
+
+class Clipped(FedAvg):
+    @torch.no_grad()
+    def after(self, training: LocalTraining) -> None:
+        for parameter in training.parameters.values():
+            parameter.clamp_(-0.01, 0.01)
+
+
+@EVERY_OPTIMISER
+def test_after_a_step_parameters_may_be_changed(
+    optimiser: tuple[str, ...], method_of: Callable, client_of: Callable
+) -> None:
+    method = method_of(Clipped, *optimiser)
+    server = method.start_task(method.setup(), 0)
+    reply, _ = method.train(client_of(method, 0), method.payload(server))
+    for name, update in reply.parts["update"].tensors.items():
+        assert (server.weights[name] + update / 8).abs().max() <= 0.01 + 1e-6

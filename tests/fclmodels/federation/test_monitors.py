@@ -19,11 +19,14 @@ from fclmodels.data.batches import Batch
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import MONITORS, Experiment
-from fclmodels.federation import monitors, rounds
+from fclmodels.federation import rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.executor import Serial
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.log import Log
+from fclmodels.federation.monitors import gradients, theorem2
+from fclmodels.federation.monitors.rows import row, table
+from fclmodels.federation.monitors.used_share import used_shares
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Method
@@ -71,7 +74,7 @@ def random_bases(ranks: dict[str, int]) -> dict[str, Tensor]:
 def seen_by(method: Method, before: Server, after: Server, folder: Path) -> dict[tuple[str, int | None], float]:
     """{(monitor, about): value} of one look."""
     log = Log(folder / "log.jsonl")
-    monitors.Oracle(method, before.task, log).look(before, after, 0)
+    gradients.Oracle(method, before.task, log).look(before, after, 0)
     rows = log.rows()
     log.close()
     assert {row["round"] for row in rows} == {0}
@@ -167,7 +170,7 @@ def test_what_a_task_does_not_train_counts_as_projected_away(
 ) -> None:
     method = method_of(kind, *settings)
     server = method.start_task(method.start_task(method.setup(), 0), 1)
-    gradient, _ = monitors.slope(method, server, 0)
+    gradient, _ = gradients.slope(method, server, 0)
     of = {name: float(g.square().sum()) for name, g in gradient.items()}
     share = sum(square for name, square in of.items() if moves(name)) / sum(of.values())
     assert 0 < share < 0.99
@@ -178,8 +181,8 @@ def test_an_old_tasks_loss_knows_no_class_that_came_later(method_of: Callable) -
     method = method_of(FedAvg)
     server = method.start_task(method.setup(), 0)
     grown = method.start_task(server, 1)
-    assert monitors.loss(method, grown, 0) == monitors.loss(method, server, 0)
-    gradient, _ = monitors.slope(method, grown, 0)
+    assert gradients.loss(method, grown, 0) == gradients.loss(method, server, 0)
+    gradient, _ = gradients.slope(method, grown, 0)
     assert gradient["heads.0.weight"].shape == (4, 12)
     assert gradient["heads.0.weight"][2:].count_nonzero() == 0
     assert shrink(grown.weights, server.spec).keys() == server.weights.keys()
@@ -190,8 +193,8 @@ def test_dropout_is_off_and_nobody_elses_randomness_moves(method_of: Callable) -
     server = method.start_task(method.setup(), 0)
     before = torch.get_rng_state()
     plain = method_of(FedAvg)
-    assert monitors.loss(method, server, 0) == monitors.loss(plain, server, 0)
-    with_dropout, without = (monitors.slope(of, server, 0) for of in (method, plain))
+    assert gradients.loss(method, server, 0) == gradients.loss(plain, server, 0)
+    with_dropout, without = (gradients.slope(of, server, 0) for of in (method, plain))
     assert with_dropout[1] == without[1]
     assert all(torch.equal(with_dropout[0][name], g) for name, g in without[0].items())
     assert torch.equal(torch.get_rng_state(), before)
@@ -212,10 +215,10 @@ def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
     server, seen, done = method.setup(), [], []
     for task in range(len(method.run.splits.tasks)):
         checkpoints = Checkpoints(folder / str(task))
-        oracle = monitors.Oracle(method, task, checkpoints.monitors)
+        oracle = gradients.Oracle(method, task, checkpoints.monitors)
         server = rounds.learn(method, server, {}, task, Serial(method, 1), checkpoints, Listener(), oracle.look).server
         oracle.task_learned(server)
-        seen.append(oracle.table())
+        seen.append(table(checkpoints.monitors.rows()))
         done.append(rounds.rounds_table(checkpoints.rounds))
         checkpoints.close()
     return pl.concat(seen), pl.concat(done)
@@ -230,7 +233,7 @@ def test_a_quadratic_is_seen_as_it_is(method_of: Callable, tmp_path: Path) -> No
         models.append(step // 6 + 0.9 * (models[-1] - step // 6))
     squares = {(step // 2, about): ((models[step] - about) ** 2).sum() for step in range(0, 13, 2) for about in (0, 1)}
     seen, done = watched(method, tmp_path)
-    values = {tuple(row[:4]): row[5] for row in monitors.with_bounds(seen, done, lr=0.1).rows()}
+    values = {tuple(row[:4]): row[5] for row in theorem2.with_bounds(seen, done, lr=0.1).rows()}
     for round in range(6):
         task, within = divmod(round, 3)
         assert values["rho", task, within, None] == 1
@@ -251,27 +254,27 @@ def test_a_quadratic_is_seen_as_it_is(method_of: Callable, tmp_path: Path) -> No
 
 def test_the_bound_is_equation_13() -> None:
     """4 [3 (0.5 * 5 * 0.1 + 2/2 * 5^2 * 0.1^2) + 2 (0 + 2/2 * 10^2 * 0.01^2)] = 4 (1.5 + 0.02)"""
-    later = [monitors.Stretch(3, 5, 0.1, 0.5), monitors.Stretch(2, 10, 0.01, 0.0)]
-    assert monitors.forgetting_bound(4, 2, later) == pytest.approx(6.08)
+    later = [theorem2.Stretch(3, 5, 0.1, 0.5), theorem2.Stretch(2, 10, 0.01, 0.0)]
+    assert theorem2.forgetting_bound(4, 2, later) == pytest.approx(6.08)
 
 
 def test_bounds_take_the_largest_that_was_seen_until_then() -> None:
-    seen = monitors.table(
+    seen = table(
         [
-            *(monitors.row("local_steps", task, 4) for task in range(3)),
-            *(monitors.row("loss", task, value, about=0) for task, value in enumerate((0.5, 0.75, 0.25))),
-            monitors.row("loss", 1, 0.1, about=1),
-            monitors.row("second_moment", 0, 3, 0, 0),
-            monitors.row("second_moment", 1, 2, 0, 1),
-            monitors.row("second_moment", 2, 7, 0, 0),
-            monitors.row("smoothness", 1, 5, 0, 0),
-            monitors.row("smoothness", 2, 1, 0, 0),
-            monitors.row("beta", 1, 0.25, 0, 0),
-            monitors.row("beta", 1, 0.5, 5, 0),
+            *(row("local_steps", task, 4) for task in range(3)),
+            *(row("loss", task, value, about=0) for task, value in enumerate((0.5, 0.75, 0.25))),
+            row("loss", 1, 0.1, about=1),
+            row("second_moment", 0, 3, 0, 0),
+            row("second_moment", 1, 2, 0, 1),
+            row("second_moment", 2, 7, 0, 0),
+            row("smoothness", 1, 5, 0, 0),
+            row("smoothness", 2, 1, 0, 0),
+            row("beta", 1, 0.25, 0, 0),
+            row("beta", 1, 0.5, 5, 0),
         ]
     )
     done = pl.DataFrame({"task": [0, 1, 1, 2], "server_lr": [1.0, 0.5, 0.5, 1.0]})
-    found = monitors.with_bounds(seen, done, lr=0.1)
+    found = theorem2.with_bounds(seen, done, lr=0.1)
     assert found.head(len(seen)).equals(seen)
     values = {tuple(row[:4]): row[5] for row in found.tail(len(found) - len(seen)).rows()}
     first = 2 * (0.5 * 4 * 0.05 + 5 / 2 * (4 * 0.05) ** 2)
@@ -287,14 +290,14 @@ def test_bounds_take_the_largest_that_was_seen_until_then() -> None:
 
 
 def test_used_share_of_each_layer_and_its_mean() -> None:
-    shares = monitors.used_shares({"a": torch.zeros(8, 2), "b": torch.zeros(10, 10), "c": torch.zeros(5, 0)}, 3)
+    shares = used_shares({"a": torch.zeros(8, 2), "b": torch.zeros(10, 10), "c": torch.zeros(5, 0)}, 3)
     assert shares.rows() == [
         ("used_share", 3, None, None, "a", 0.25),
         ("used_share", 3, None, None, "b", 1.0),
         ("used_share", 3, None, None, "c", 0.0),
         ("used_share", 3, None, None, None, pytest.approx(1.25 / 3)),
     ]
-    assert monitors.used_shares({}, 3).is_empty()
+    assert used_shares({}, 3).is_empty()
 
 
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
@@ -356,7 +359,7 @@ def test_a_resumed_run_has_seen_the_same(
     """It dies right after a look, whose round is not committed, at each of its looks in turn."""
     settings = (*ON, "federation.checkpoint_seconds=0", "federation.clients_per_round=2")
     experiment_of(*settings, method="fot").run(tmp_path / "undisturbed")
-    function, calls = getattr(monitors.Oracle, where), iter(range(100))
+    function, calls = getattr(gradients.Oracle, where), iter(range(100))
     deaths = {0, 3, 5} if where == "look" else {0, 2}
 
     def fatal(*arguments: Any) -> None:
@@ -364,7 +367,7 @@ def test_a_resumed_run_has_seen_the_same(
         if next(calls) in deaths:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(monitors.Oracle, where, fatal)
+    monkeypatch.setattr(gradients.Oracle, where, fatal)
     for _ in deaths:
         with pytest.raises(KeyboardInterrupt):
             experiment_of(*settings, method="fot", home=tmp_path / "home").run(tmp_path / "run")

@@ -1,11 +1,9 @@
-"""Monitors: they look on while a method learns, and change nothing.
+"""What is let through of gradients, and the losses of old tasks, every `monitors.every` rounds.
 
-used_share: r / d of each protected layer after each task (FOT Table 3, Figure 7), and their mean (layer null).
-
-All others are an oracle of the simulation: they read the train rows of all clients at once, and those of tasks long
-past. W is the global model before a round. P is what the method lets through of a change: nothing of what is frozen,
-all of what is neither frozen nor protected; where each client has spans of its own (gpm), what none of them takes out,
-so that rho and beta are upper estimates. As in FedProTIP's section 5 and Figure 2:
+An oracle of the simulation: it reads the train rows of all clients at once, and those of tasks long past. W is the
+global model before a round. P is what the method lets through of a change: nothing of what is frozen, all of what is
+neither frozen nor protected; where each client has spans of its own (gpm), what none of them takes out, so that rho and
+beta are upper estimates. As in FedProTIP's section 5 and Figure 2:
 
     rho            ||P grad L_t(W)||^2 / ||grad L_t(W)||^2 of the task t that is being learned (Assumption 4)
     beta           ||P grad L_tau(W)|| / ||grad L_tau(W)|| of each task tau before it (Assumption 5)
@@ -22,11 +20,9 @@ it is the loss of the last model.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import polars as pl
 import torch
 from torch import Tensor
 
@@ -36,53 +32,19 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.log import Log
+from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.networks import Networks
 from fclmodels.federation.server import Server
-from fclmodels.numerics.subspace import used_share
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
 
-SCHEMA = {
-    "monitor": pl.String,
-    "task": pl.Int16,  # being learned, or just learned where there is no round
-    "round": pl.Int32,
-    "about": pl.Int16,  # the task whose loss it is
-    "layer": pl.String,
-    "value": pl.Float64,
-}
 
-
-def table(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
-    return pl.DataFrame(rows, schema=SCHEMA)
-
-
-def row(
-    monitor: str, task: int, value: float, round: int | None = None, about: int | None = None, layer: str | None = None
-) -> dict[str, Any]:
-    return dict(zip(SCHEMA, (monitor, task, round, about, layer, value), strict=True))
-
-
-def used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
-    """used_share of each layer, and the mean over layers; nothing where there are no bases."""
-    shares: dict[str | None, float] = {layer: used_share(basis) for layer, basis in bases.items()}
-    if shares:
-        shares[None] = sum(shares.values()) / len(shares)
-    return table([row("used_share", task, share, layer=layer) for layer, share in shares.items()])
-
-
-class Oracle:
-    """Looks at the training of one task; what it sees goes to a log."""
-
+class Oracle(Monitor):
     def __init__(self, method: "Method", task: int, log: Log) -> None:
-        if method.personal:
-            raise UserError(
-                f"monitors.gradients: {method.name} leaves a part of the model with each client (batch_norm: local), "
-                "so there is no global loss to look at. Set monitors.gradients to false, or batch_norm to average."
-            )
+        refuse_personal(method, "gradients", "loss")
+        super().__init__(task, log)
         self.method = method
-        self.task = task
-        self.log = log
 
     def look(self, before: Server, after: Server, round: int) -> None:
         """At the gradients before a round, and how they have changed by its end."""
@@ -106,12 +68,13 @@ class Oracle:
             self.note("loss", loss(self.method, server, about), about=about)
         self.note("local_steps", local_steps(self.method, self.task))
 
-    def table(self) -> pl.DataFrame:
-        return table(self.log.rows())
 
-    def note(self, monitor: str, value: float, round: int | None = None, about: int | None = None) -> None:
-        if math.isfinite(value):  # a share of a gradient that is 0 is not defined: no row
-            self.log.append(row(monitor, self.task, value, round, about))
+def refuse_personal(method: "Method", monitor: str, what: str) -> None:
+    if method.personal:
+        raise UserError(
+            f"monitors.{monitor}: {method.name} leaves a part of the model with each client (batch_norm: local), "
+            f"so there is no global {what} to look at. Set monitors.{monitor} to false, or batch_norm to average."
+        )
 
 
 def admissible_share(method: "Method", server: Server, gradient: dict[str, Tensor]) -> float:
@@ -134,16 +97,30 @@ def slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor
     second_moment = 0.0
     for share, training in clients:
         squares = []
-        for batch in batches_of(training.client):
-            found = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
-            gradients = {name: g.cpu() for name, g in zip(parameters, found, strict=True) if g is not None}
+        for samples, gradients in mini_batches(method, training, parameters):
             for name, g in gradients.items():
-                total[name][tuple(map(slice, g.shape))].add_(
-                    g, alpha=share * len(batch.labels) / len(training.client.rows)
-                )
+                total[name][tuple(map(slice, g.shape))].add_(g, alpha=share * samples / len(training.client.rows))
             squares.append(squared_norm(gradients.values()))
         second_moment = max(second_moment, sum(squares) / len(squares))
     return total, second_moment
+
+
+def largest_gradient(method: "Method", server: Server, task: int) -> float:
+    """The largest ||g|| over all clients' mini-batches, of what local training moves."""
+    return max(
+        squared_norm(gradients.values()) ** 0.5
+        for _, training in clients_of(method, server, task)
+        for _, gradients in mini_batches(method, training, training.parameters)
+    )
+
+
+def mini_batches(
+    method: "Method", training: LocalTraining, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Of each of a client's mini-batches: how many samples it has, and the gradient of its loss, by name."""
+    for batch in batches_of(training.client):
+        found = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
+        yield len(batch.labels), {name: g.cpu() for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
 def loss(method: "Method", server: Server, task: int) -> float:
@@ -186,54 +163,3 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Iterable[str]) -> float:
     """Euclidean, over the tensors of these names."""
     return math.sqrt(squared_norm(one[name].double() - other[name].double() for name in names))
-
-
-# From here on numbers only: what was seen, beside what Theorem 2 allows.
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The training of one later task t: E_t, S_t, eta_t and beta_tau^(t-1)."""
-
-    rounds: int
-    steps: float
-    lr: float
-    beta: float
-
-
-def forgetting_bound(second_moment: float, smoothness: float, later: Iterable[Stretch]) -> float:
-    """Eq. 13: G^2 sum_t E_t (beta S_t eta_t + L/2 S_t^2 eta_t^2)."""
-    return second_moment * sum(
-        t.rounds * (t.beta * t.steps * t.lr + smoothness / 2 * (t.steps * t.lr) ** 2) for t in later
-    )
-
-
-def with_bounds(seen: pl.DataFrame, rounds: pl.DataFrame, lr: float) -> pl.DataFrame:
-    """The table of the tasks so far, with loss_increase and theorem_bound of each old task after each later one.
-
-    E_t and the server's eta_g are those of the rounds table, and eta_t = eta_g lr. Constants are the largest that were
-    seen up to the later task, beta the largest in each task (where there is none, that gradient was 0 throughout).
-    """
-    losses, betas, steps, squares, slopes = (
-        _largest(seen, monitor) for monitor in ("loss", "beta", "local_steps", "second_moment", "smoothness")
-    )
-    budgets = rounds.group_by("task").agg(pl.len(), pl.max("server_lr"))
-    trained = {task: (count, lr * eta) for task, count, eta in budgets.iter_rows()}
-    rows = []
-    for (task, about), value in sorted(losses.items()):
-        if about == task:
-            continue
-        later = [
-            Stretch(trained[t][0], steps[t, None], trained[t][1], betas.get((t, about), 0.0))
-            for t in range(about + 1, task + 1)
-        ]
-        G2, L = (max((v for (t, _), v in found.items() if t <= task), default=0.0) for found in (squares, slopes))
-        rows.append(row("loss_increase", task, value - losses[about, about], about=about))
-        rows.append(row("theorem_bound", task, forgetting_bound(G2, L, later), about=about))
-    return pl.concat([seen, table(rows)])
-
-
-def _largest(seen: pl.DataFrame, monitor: str) -> dict[tuple[int, Any], float]:
-    """By task and by the task that it is about, over rounds."""
-    found = seen.filter(pl.col("monitor") == monitor).group_by("task", "about").agg(pl.max("value"))
-    return {(task, about): value for task, about, value in found.iter_rows()}

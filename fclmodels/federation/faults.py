@@ -1,0 +1,119 @@
+"""Clients that do not answer a round of training, or answer it late: what a simulation makes of `federation.faults`.
+
+A client that is late trains in its base round, from that round's model, and remembers that at once. Its reply is kept
+until the round in which it is due, and not heard if the task ends before. Until then the client is not sampled again.
+By `late_weight: age` the reply counts (1 + age)^-1/2 of one in time, age in rounds: the polynomial staleness of
+asynchronous federated optimisation (Xie et al. 2019, a = 1/2). A client that is missing downloads, and that is all.
+A draw of clients in which fewer than `least` answer is called off before anyone uploads or remembers anything, as in
+secure aggregation (Bonawitz et al. 2017), and clients are drawn anew for the same round.
+
+Every fate is drawn in `delay`, by a key, so that it depends neither on the executor nor on an interruption: another way
+to fail belongs there. The questions at the end of a task are answered by all, in time. Training in one place has no one
+to wait for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.federation.messages import Reply, parts_from_tree, parts_to_tree
+from fclmodels.federation.run import Run
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+MOST_DRAWS = 100  # of clients for one round
+
+
+@dataclass(frozen=True)
+class Late:
+    """A reply on its way, in a file: the round in which its client trained, and the one in which it arrives."""
+
+    file: Path
+    base_round: int
+    due: int
+
+    def reply(self) -> Reply:
+        tree = state.load(self.file)
+        return Reply(parts_from_tree(tree["parts"]), **tree["facts"])
+
+
+@dataclass(frozen=True)
+class Turnout:
+    """What becomes of the clients that a round samples, and who of earlier rounds is heard in it.
+
+    delays: of each client sampled, by how many rounds it is late; 0: in time, None: it never answers.
+    arriving: late replies that are due. weights: what each of these counts; those without one are dropped.
+    called_off: the clients of earlier draws for the round, in which too few answered.
+    """
+
+    delays: dict[int, int | None]
+    arriving: dict[int, Late] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
+    called_off: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def training(self) -> list[int]:
+        return [client for client, delay in self.delays.items() if delay is not None]
+
+    @property
+    def answers(self) -> int:
+        """How many replies the server aggregates."""
+        return list(self.delays.values()).count(0) + len(self.weights)
+
+    def counts(self) -> dict[str, int]:
+        """For the log. clients: all that were sampled; missing: those of them that the round gets no answer from and
+        no later one will; late: answers to earlier rounds that arrive in this one, also those that are dropped."""
+        called_off = sum(map(len, self.called_off))
+        return {
+            "clients": len(self.delays) + called_off,
+            "answers": self.answers,
+            "late": len(self.arriving),
+            "missing": len(self.delays) - len(self.training) + called_off,
+        }
+
+
+def turnout(
+    method: "Method", task: int, round: int, late: Mapping[int, Late], sample: Callable[[int], tuple[int, ...]]
+) -> Turnout:
+    """The fates of a round's clients. late: the replies on their way. sample: the clients of the round's nth draw."""
+    faults = method.run.params.federation.faults
+    if not faults.on or method.pooled_bytes is not None:
+        return Turnout(dict.fromkeys(sample(0), 0))
+    arriving = {client: late[client] for client in sorted(late) if late[client].due == round}
+    counted = arriving if faults.late_weight == "age" else {}
+    weights = {client: weight(round - reply.base_round) for client, reply in counted.items()}
+    called_off: tuple[tuple[int, ...], ...] = ()
+    for draw in range(MOST_DRAWS):
+        delays = {client: delay(method.run, task, round, client, draw) for client in sample(draw)}
+        turnout = Turnout(delays, arriving, weights, called_off)
+        if turnout.answers >= faults.least:
+            return turnout
+        called_off = (*called_off, tuple(delays))
+    raise UserError(
+        f"task {task}, round {round}: in {MOST_DRAWS} draws of up to {max(map(len, called_off))} clients never "
+        f"{faults.least} answered. Lower federation.faults.missing, federation.faults.late or federation.faults.least."
+    )
+
+
+def delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None:
+    """The fate of a client in a round's nth draw: by how many rounds its answer is late, None where there is none."""
+    faults = run.params.federation.faults
+    random = run.generator("faults", task, round, client, draw)
+    missing, late = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    if missing < faults.missing:
+        return None
+    return int(torch.randint(1, faults.late_rounds + 1, (), generator=random)) if late < faults.late else 0
+
+
+def weight(age: int) -> float:
+    return float((1 + age) ** -0.5)
+
+
+def keep(reply: Reply, file: Path) -> None:
+    state.save({"parts": parts_to_tree(reply.parts), "facts": reply.facts}, file)

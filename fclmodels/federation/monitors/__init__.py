@@ -1,0 +1,7 @@
+"""Monitors: they look on while a method learns, and change nothing. watch.py has those that a run's settings ask for.
+
+used_share: r / d of each protected layer after each task (FOT Table 3, Figure 7), and their mean (layer null).
+accuracy, drift: after every so many rounds, and after a task's last one (progress.py).
+gradients: what is let through of gradients, before every so many rounds (gradients.py), and the loss increase of old
+tasks beside FedProTIP's Theorem 2 (theorem2.py).
+"""

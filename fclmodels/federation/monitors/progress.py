@@ -1,0 +1,94 @@
+r"""How far the rounds of a task have come: after every `monitors.every` of them, and after the last one.
+
+accuracy: the accuracy [0, 1] on the test rows of each task seen so far (about) and their mean (about null), all tasks
+counting the same as in ACC; F.5 of SPECIAL puts their samples together. Where each task has a head of its own the task
+is given, else it is not. One evaluation a look. It looks on: nothing is tuned, chosen or stopped by it.
+
+drift: ||W - W*||, W the model after the round, W* the one that the previous task left, whatever the method makes of it;
+over the parameters that W* has (of a head that has grown, the old rows), not over running statistics.
+
+drift_bound, where the server anchors its model to W*: what SPECIAL's Lemma 4.9 is about. Its formula is lost; this
+is our own derivation, for plain SGD. With ||g|| <= G for all mini-batches (Assumption 4.1), a client that takes at most
+K steps moves by at most eta_l K G, and so does their weighted mean u. The server makes of round r
+
+    W_{r+1} - W* = (W_r + eta_g u - W*) / (1 + lambda),    so that    d_{r+1} <= (d_r + eta_g eta_l K G) / (1 + lambda)
+
+with d_0 = 0. By induction d_r <= B = eta_g eta_l K G / lambda for all r, as (B + lambda B) / (1 + lambda) = B. Where
+lambda, eta_l or G change from round to round, B is the largest over rounds, by the same induction. Here B is that of
+one look, with G as
+
+largest_gradient: the largest ||g|| that an oracle sees at W before the round, over all clients' mini-batches, in
+evaluation mode, not augmented. The rounds in between and the steps within a round are not seen: G is a lower estimate.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from fclmodels.federation import evaluation
+from fclmodels.federation.log import Log
+from fclmodels.federation.monitors.gradients import largest_gradient, local_steps, refuse_personal, squared_norm
+from fclmodels.federation.monitors.rows import Monitor
+from fclmodels.federation.server import Server
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+
+class Accuracy(Monitor):
+    def __init__(self, method: "Method", task: int, log: Log) -> None:
+        refuse_personal(method, "accuracy", "model")
+        super().__init__(task, log)
+        self.method = method
+
+    def look(self, before: Server, after: Server, round: int) -> None:
+        if not due(self.method, self.task, round):
+            return
+        accuracies = accuracies_so_far(self.method, after)
+        for about, accuracy in accuracies.items():
+            self.note("accuracy", accuracy, round, about)
+        self.note("accuracy", sum(accuracies.values()) / len(accuracies), round)
+
+
+class Drift(Monitor):
+    def __init__(self, method: "Method", task: int, log: Log, start: Server) -> None:
+        super().__init__(task, log)
+        self.method = method
+        self.start = start
+
+    def look(self, before: Server, after: Server, round: int) -> None:
+        if self.task == 0 or not due(self.method, self.task, round):
+            return
+        self.note("drift", drift(self.method, after, self.start), round)
+        if weight := self.method.anchor_weight(after):
+            G = largest_gradient(self.method, before, self.task)
+            self.note("largest_gradient", G, round)
+            self.note("drift_bound", furthest(self.method, self.task, round) * G / weight, round)
+
+
+def due(method: "Method", task: int, round: int) -> bool:
+    done = round + 1
+    return done % method.run.params.monitors.every == 0 or done == method.run.rounds(task)
+
+
+def accuracies_so_far(method: "Method", server: Server) -> dict[int, float]:
+    """On the test rows of each task up to the one being learned that has some."""
+    table = evaluation.evaluate_learned(method, server)
+    reading = "task_aware" if server.spec.head == "per-task" else "task_agnostic"
+    rows = table.filter(pl.col("reading") == reading, pl.col("client").is_null(), pl.col("total") > 0).sort("task")
+    return {task: correct / total for task, correct, total in rows.select("task", "correct", "total").iter_rows()}
+
+
+def drift(method: "Method", server: Server, anchor: Server) -> float:
+    """||W - W*||."""
+    parameters = dict(method.networks.load(server.spec, server.weights).named_parameters())
+    pairs = [(server.weights[name], anchor.weights[name]) for name in parameters if name in anchor.weights]
+    return math.sqrt(squared_norm(w[: len(old)].double() - old.double() for w, old in pairs))
+
+
+def furthest(method: "Method", task: int, round: int) -> float:
+    """eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
+    optimizer = method.run.params.optimizer
+    lr = optimizer.lr * optimizer.lr_decay**round
+    return method.server_lr(task) * lr * local_steps(method, task)

@@ -1,0 +1,40 @@
+"""The monitors that a run's settings ask for while a task is learned."""
+
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from fclmodels.federation.log import Log
+from fclmodels.federation.monitors.gradients import Oracle
+from fclmodels.federation.monitors.progress import Accuracy, Drift
+from fclmodels.federation.monitors.rows import Monitor, table
+from fclmodels.federation.server import Server
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+
+class Watch:
+    """All of them as one; what they see goes to one log."""
+
+    def __init__(self, method: "Method", task: int, log: Log, start: Server) -> None:
+        on = method.run.params.monitors
+        self.log = log
+        self.monitors: list[Monitor] = []
+        if on.gradients:
+            self.monitors.append(Oracle(method, task, log))
+        if on.accuracy:
+            self.monitors.append(Accuracy(method, task, log))
+        if on.drift:
+            self.monitors.append(Drift(method, task, log, start))
+
+    def look(self, before: Server, after: Server, round: int) -> None:
+        for monitor in self.monitors:
+            monitor.look(before, after, round)
+
+    def task_learned(self, server: Server) -> None:
+        for monitor in self.monitors:
+            monitor.task_learned(server)
+
+    def table(self) -> pl.DataFrame:
+        return table(self.log.rows())

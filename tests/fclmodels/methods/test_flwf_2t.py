@@ -1,0 +1,160 @@
+"""FLwF-2T: which models teach, and the loss and the step that they make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.networks import Networks
+from fclmodels.federation.server import Server
+from fclmodels.methods.base import Memory
+from fclmodels.methods.distilled import TaughtTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.flwf_2t import Flwf2T
+
+# Client 1 misses the second task, client 2 the first; client 3 has a single sample of each.
+MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (1, 3): 1, (2, 3): 1}
+HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[0.2, 0.5]")
+
+
+class Recording(Flwf2T):
+    """Keeps what each client remembers after each task."""
+
+    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().answer(client, question, payload)
+        assert not reply.parts
+        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): memory}
+        return reply, memory
+
+
+def logits_of(method: Any, server: Server, weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """Of a model with the server's shapes, by a network of its own."""
+    network = Networks(method.run.device, method.prepare).load(server.spec, weights).eval()
+    return network(inputs)
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    p, q = ((logits[:, : teacher.shape[1]] / 2).softmax(1) for logits in (teacher, student))
+    return (p * (p / q).log()).sum(1).mean()
+
+
+@pytest.mark.parametrize("backbone", ["mlp", "resnet18"])
+def test_a_clients_own_model_is_the_global_one_after_one_more_round_of_its_own(
+    backbone: str, method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    settings = (f"model.backbone={backbone}", "optimizer.lr_decay=0.5", "augment.flip=true")
+    method, fedavg = method_of(Recording, *settings), method_of(FedAvg, *settings)
+    server = federate(method, 1)
+    for index in range(4):
+        reply, _ = fedavg.train(client_of(fedavg, index, 0, round=2), fedavg.payload(server))
+        moved = {**reply.parts["update"].tensors, **(reply.parts["statistics"].tensors if backbone != "mlp" else {})}
+        model = method.memories[0, index]["model"]
+        assert model.keys() == server.weights.keys()
+        for name, change in moved.items():
+            torch.testing.assert_close(model[name], server.weights[name] + change / 8)
+            assert not torch.equal(model[name], server.weights[name])
+
+
+def test_it_trains_that_model_with_the_tasks_teachers(method_of: Callable, federate: Callable) -> None:
+    methods = [method_of(Recording, "federation.rounds=1", alpha=alpha) for alpha in (0.0, 5.0)]
+    for method in methods:
+        federate(method, 1)
+    payloads = [m.payload(m.start_task(federate(m, 1), 1)) for m in methods]
+    models = []
+    for method, payload in zip(methods, payloads, strict=True):
+        client = Client(0, 1, -1, method.run, method.rows(1, 0), method.memories[0, 0])
+        models.append(method.answer(client, "remember", payload)[1]["model"])
+    assert state.digest(models[0]) != state.digest(models[1])
+
+
+@pytest.mark.parametrize("server_teaches", ["previous", "current"])
+def test_the_loss_and_the_step_of_two_teachers_by_hand(
+    server_teaches: str, method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    """CE + alpha KL(own || student) + beta KL(server || student), by autograd through networks of their own."""
+    settings = ("federation.batch_size=8", "federation.local_epochs=2")
+    method = method_of(Recording, *settings, alpha=2.0, beta=3.0, server=server_teaches)
+    ended = federate(method, 1)
+    server = method.start_task(ended, 1)
+    client = client_of(method, 1, 1, memory=method.memories[0, 1])
+    reply, memory = method.train(client, method.payload(server))
+    assert memory is client.memory
+
+    network = Networks(method.run.device, method.prepare).load(server.spec, server.weights)
+    for (batch,) in client.epochs():
+        with torch.no_grad():
+            own = logits_of(method, ended, method.memories[0, 1]["model"], batch.inputs)
+            of_server = logits_of(
+                method,
+                *{"previous": (ended, ended.weights), "current": (server, server.weights)}[server_teaches],
+                batch.inputs,
+            )
+        assert own.shape[1] == 2
+        assert of_server.shape[1] == (2 if server_teaches == "previous" else 4)
+        student = network(batch.inputs)
+        loss = cross_entropy(student, batch.labels) + 2 * divergence(student, own) + 3 * divergence(student, of_server)
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+    for name, parameter in network.named_parameters():
+        moved = parameter.detach() - server.weights[name]
+        torch.testing.assert_close(reply.parts["update"].tensors[name] / 8, moved, rtol=1e-3, atol=2e-6)
+
+
+def test_clients_that_join_late_or_miss_a_task(
+    method_of: Callable, client_of: Callable, after_each_task: Callable, splits_of: Callable
+) -> None:
+    """In the third task: a model of the second, of the first, or none; the server's is always of the second."""
+    method = method_of(Recording, splits=splits_of(tasks=3, train=MISSING), alpha=2.0, beta=3.0)
+    ended = after_each_task(method)[1]
+    payload = method.payload(method.start_task(ended, 2))
+    assert method.memories.keys() == MISSING.keys()
+    for index, memory, rows in (
+        (1, method.memories[0, 1], [4, 2]),
+        (2, {}, [4]),
+        (2, method.memories[1, 2], [4, 4]),
+        (3, method.memories[1, 3], [4, 4]),
+    ):
+        training = method.prepared(client_of(method, index, 2, memory=memory), payload)
+        assert isinstance(training, TaughtTraining)
+        assert [len(weight) for teacher in training.teachers for weight, _ in teacher.heads] == rows
+        assert [teacher.loudness for teacher in training.teachers] == [3.0, 2.0][: len(rows)]
+        inputs = next(next(client_of(method, index, 2).epochs())).inputs
+        (answer,) = training.teachers[0].logits(inputs)
+        torch.testing.assert_close(answer, logits_of(method, ended, ended.weights, inputs))
+        training.run()
+
+
+def test_old_heads_of_a_client_that_missed_their_task_move_for_the_servers_sake(
+    method_of: Callable, client_of: Callable, after_each_task: Callable, splits_of: Callable
+) -> None:
+    splits = splits_of(tasks=3, train=MISSING, head="per-task")
+    method = method_of(Recording, splits=splits)
+    payload = method.payload(method.start_task(after_each_task(method)[1], 2))
+    client = client_of(method, 1, 2, memory=method.memories[0, 1])
+    training = method.prepared(client, payload)
+    assert [len(teacher.heads) for teacher in training.teachers] == [2, 1]
+    update = method.train(client, payload)[0].parts["update"].tensors
+    assert all(update[f"heads.{head}.weight"].any() for head in range(3))
+
+
+@pytest.mark.parametrize("server_teaches", ["previous", "current"])
+def test_without_weights_and_in_the_first_task_it_is_fedavg_to_the_bit(
+    server_teaches: str, method_of: Callable, federate: Callable
+) -> None:
+    fedavg = [state.digest(federate(method_of(FedAvg, *HARD), tasks).weights) for tasks in (1, 2)]
+    silent = federate(method_of(Flwf2T, *HARD, alpha=0.0, beta=0.0, server=server_teaches))
+    first = federate(method_of(Flwf2T, *HARD, alpha=9.0, beta=9.0, server=server_teaches), 1)
+    assert [state.digest(server.weights) for server in (first, silent)] == fedavg
+
+
+def test_the_rounds_own_model_as_teacher_needs_no_further_download(method_of: Callable, federate: Callable) -> None:
+    method = method_of(Flwf2T, server="current")
+    assert method.payload(method.start_task(federate(method, 1), 1)).keys() == {"weights"}

@@ -1,0 +1,69 @@
+"""FedProx to the last task's model: FedAvg at mu = 0, and its gradient that of the explicit objective."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.data.batches import Batch
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.prox_anchor import ProxAnchor
+from fclmodels.methods.special_c import SpecialC
+
+
+@pytest.mark.parametrize(
+    "optimiser", [("optimizer.momentum=0.9",), ("optimizer.kind=adam", "optimizer.weight_decay=0.1")]
+)
+def test_mu_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
+    zero, fedavg = federate(method_of(ProxAnchor, *optimiser, mu=0.0)), federate(method_of(FedAvg, *optimiser))
+    assert state.digest(zero.weights) == state.digest(fedavg.weights)
+    some = federate(method_of(ProxAnchor, *optimiser, mu=0.5))
+    assert state.digest(some.weights) != state.digest(fedavg.weights)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.1, 3.0])
+def test_the_gradient_is_autograds_of_the_objective(
+    mu: float, method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    """Of F_k(w) + mu/2 ||w - W*||^2, where W* has fewer rows in the head than w."""
+    method = method_of(ProxAnchor, mu=mu)
+    server = method.start_task(federate(method, 1), 1)
+    anchor = server.knowledge["anchor"]
+    client = client_of(method, 1, 1)
+    network = method.networks.load(server.spec, server.weights)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
+    training = method.training(client, method.payload(server), network, server.weights)
+    batch: Batch = next(next(client.epochs()))
+    parameters = training.parameters
+
+    network.zero_grad()
+    objective = cross_entropy(network(batch.inputs), batch.labels) + mu / 2 * sum(
+        ((parameter[: len(anchor[name])] - anchor[name]) ** 2).sum() for name, parameter in parameters.items()
+    )
+    expected = list(torch.autograd.grad(objective, list(parameters.values())))
+
+    network.zero_grad()
+    method.loss(training, batch).backward()
+    method.gradient(training)
+    for parameter, gradient in zip(parameters.values(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_under_plain_sgd_special_c_is_a_case_of_it(
+    method_of: Callable, client_of: Callable, splits_of: Callable, federate: Callable
+) -> None:
+    """(w - eta g + c W*) / (1 + c) = w - eta' g - eta' mu (w - W*) with eta' = eta / (1 + c) and mu = c / eta."""
+    eta, c = 0.1, 0.3
+    splits = splits_of(same_classes=True)
+    method = method_of(SpecialC, f"optimizer.lr={eta}", splits=splits, c=c)
+    server = method.start_task(federate(method, 1), 1)
+    reply, _ = method.train(client_of(method, 0, 1), method.payload(server))
+    other = method_of(ProxAnchor, f"optimizer.lr={eta / (1 + c)}", mu=c / eta, splits=splits)
+    same, _ = other.train(client_of(other, 0, 1), other.payload(server))
+    for name, update in reply.parts["update"].tensors.items():
+        torch.testing.assert_close(update, same.parts["update"].tensors[name], rtol=0, atol=1e-5)

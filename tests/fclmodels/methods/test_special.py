@@ -1,0 +1,166 @@
+"""SPECIAL: FedAvg at lambda = 0, the closed form of its drift, what it sends, what it advises, how it is set."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from fclmodels import params as reading
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.federation.messages import Part, Reply
+from fclmodels.federation.replies import Replies
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.special import Special, drift, fitting, useful_rounds
+
+HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "federation.clients_per_round=3")
+
+
+def special_of(method_of: Callable, lam: float, *overrides: str, **more: Any) -> Special:
+    return method_of(Special, *overrides, **{"lambda": lam}, **more)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "head"),
+    [
+        ((*HARD, "model.dropout=[0.2, 0.5]"), "growing"),
+        ((*HARD, "federation.server_lr=0.7", "federation.server_lr_schedule=1/t"), "per-task"),
+        ((*HARD, "model.backbone=resnet18", "federation.rounds=1"), "growing"),
+    ],
+    ids=["growing", "per-task", "batch-norm"],
+)
+def test_lambda_zero_is_fedavg_to_the_bit(
+    overrides: tuple[str, ...], head: str, method_of: Callable, splits_of: Callable, federate: Callable
+) -> None:
+    splits = splits_of(head=head)
+    fedavg = federate(method_of(FedAvg, *overrides, splits=splits)).weights
+    zero, some = (federate(special_of(method_of, lam, *overrides, splits=splits)).weights for lam in (0.0, 0.5))
+    assert state.digest(zero) == state.digest(fedavg)
+    assert state.digest(some) != state.digest(fedavg)
+
+
+def test_a_round_of_a_later_task_is_fedavgs_and_then_eq_6(method_of: Callable, federate: Callable) -> None:
+    """Also with a share of the clients and a server's learning rate that falls over tasks."""
+    overrides = (*HARD, "federation.rounds=1", "federation.server_lr=0.8", "federation.server_lr_schedule=1/sqrt(t)")
+    anchor, averaged = (federate(method_of(FedAvg, *overrides), tasks).weights for tasks in (1, 2))
+    found = federate(special_of(method_of, 0.25, *overrides)).weights
+    for name, old in anchor.items():
+        k = len(old)
+        expected = (averaged[name][:k].double() + 0.25 * old.double()) / 1.25
+        torch.testing.assert_close(found[name][:k].double(), expected, rtol=0, atol=1e-7)
+        assert torch.equal(found[name][k:], averaged[name][k:])
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.05, 0.4, 3.0])
+def test_the_drift_under_a_constant_update_has_the_closed_form(lam: float, method_of: Callable, tmp_path: Path) -> None:
+    """And so the shares of the limit that the advice is made of."""
+    method = special_of(method_of, lam)
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    anchor = server.knowledge["anchor"]
+    update = {name: torch.full_like(w, 0.01) for name, w in server.weights.items()}
+    length = sum(0.01**2 * w.numel() for w in anchor.values()) ** 0.5
+    replies = Replies((0,), tmp_path)
+    replies.add(0, Reply({"update": Part("update", update), "weight": Part("count", {"weight": torch.tensor(1.0)})}))
+    for done in range(1, 31):
+        server = method.aggregate(server, replies)
+        moved = sum((server.weights[n][: len(a)] - a).double().square().sum().item() for n, a in anchor.items()) ** 0.5
+        expected = sum((1 + lam) ** -k for k in range(1, done + 1))
+        assert drift(lam, done) == pytest.approx(expected)
+        assert moved == pytest.approx(length * expected, rel=1e-4)
+    fresh = server.weights["heads.0.weight"][2:] - method.start_task(method.setup(), 1).weights["heads.0.weight"][2:]
+    torch.testing.assert_close(fresh, torch.full_like(fresh, 0.3), rtol=0, atol=1e-5)
+
+
+def test_no_byte_more_is_sent_than_by_fedavg(experiment_of: Callable, tmp_path: Path) -> None:
+    for method in ("fedavg", "special"):
+        experiment_of("federation.clients_per_round=3", method=method).run(tmp_path / method)
+    ours, theirs = (pl.read_parquet(tmp_path / method / "ledger.parquet") for method in ("special", "fedavg"))
+    assert ours.equals(theirs)
+
+
+@pytest.mark.parametrize(("lam", "rounds"), [(0.05, 81), (0.25, 18), (0.4, 12), (1.0, 6), (1e6, 1)])
+def test_so_many_rounds_are_useful(lam: float, rounds: int) -> None:
+    """The first number after which no more than 2 % of the way is left: 0.25 / 1.25^18 < 0.02 * 0.25."""
+    assert useful_rounds(lam) == rounds
+    assert drift(lam, rounds) >= 0.98 / lam > drift(lam, rounds - 1)
+
+
+@pytest.mark.parametrize("rounds", [1, 10, 20, 500])
+def test_the_fitting_lambda_makes_just_these_rounds_useful(rounds: int) -> None:
+    assert useful_rounds(1.001 * fitting(rounds)) == rounds
+    assert useful_rounds(0.99 * fitting(rounds)) > rounds or rounds == 1
+
+
+def test_advice_tells_how_many_rounds_are_useful(method_of: Callable, splits_of: Callable) -> None:
+    splits = splits_of(tasks=3)
+    (line,) = special_of(method_of, 0.25, "federation.rounds=[40, 18, 10]", splits=splits).advice()
+    assert line.startswith("lambda 0.25: ")
+    assert "4 times as far" in line
+    assert line.endswith("98% of that by round 18")
+
+
+def test_advice_warns_of_rounds_that_the_anchor_makes_useless(method_of: Callable, splits_of: Callable) -> None:
+    splits = splits_of(tasks=3)
+    _, warning = special_of(method_of, 0.25, "federation.rounds=[1, 19, 5]", splits=splits).advice()
+    assert warning.startswith("federation.rounds: 1 of 2 later tasks goes on beyond that, up to round 19,")
+    scaled = special_of(method_of, 0.25, "federation.rounds=40", "federation.rounds_scale=0.4", splits=splits)
+    assert len(scaled.advice()) == 1  # 16 rounds are left of them
+    both = special_of(method_of, 1.0, "federation.rounds=20", splits=splits).advice()
+    assert "2 of 2 later tasks go on beyond that, up to round 20," in both[1]
+    assert f"lambda of {fitting(20):.2g}" in both[1]
+
+
+def test_there_is_no_advice_where_nothing_is_anchored(method_of: Callable, splits_of: Callable) -> None:
+    assert method_of(FedAvg).advice() == []
+    assert special_of(method_of, 0.0).advice() == []
+    assert special_of(method_of, 1.0, "federation.rounds=50", splits=splits_of(tasks=1)).advice() == []
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Any]:
+    file = tmp_path / "params.yaml"
+    file.write_text("partition: {val: 0.1}\nmethods:\n  special: {lambda: 0.1}\n")
+    return lambda *overrides: reading.load(file, overrides)
+
+
+@pytest.mark.parametrize(("written", "value"), [("0.3", 0.3), ("2", 2.0), ("auto", "auto")])
+def test_lambda_is_its_name_wherever_it_is_written(load: Callable, written: str, value: float | str) -> None:
+    assert reading.method_settings(load(), "special").lam == 0.1
+    params = load(f"methods.special.lambda={written}")
+    assert reading.method_settings(params, "special").lam == value
+    effective = reading.effective(params, "special")
+    assert effective["methods"]["special"]["lambda"] == value
+    assert reading.flat(effective)["methods.special.lambda"] == value
+    assert {row.path for row in reading.explain("lambda")} >= {"methods.special.lambda"}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("lam=1", "methods.special.lam is not a setting. Did you mean methods.special.lambda?"),
+        ("lamda=1", "methods.special.lamda is not a setting. Did you mean methods.special.lambda?"),
+        ("lambda=-1", "methods.special.lambda is -1; it must be a number at least 0 and at most 1e+06, or auto."),
+        ("lambda=car", 'methods.special.lambda is "car"; it must be a number at least 0 and at most 1e+06, or auto.'),
+    ],
+)
+def test_a_mistake_in_it_is_told_by_its_name(load: Callable, override: str, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(f"methods.special.{override}")
+    assert str(caught.value) == f"--set methods.special.{override}: {problem}"
+
+
+def test_another_lambda_is_another_experiment_and_the_run_folder_says_which(
+    experiment_of: Callable, tmp_path: Path
+) -> None:
+    keys = set()
+    for lam in (0.1, 0.2):
+        experiment = experiment_of(f"methods.special.lambda={lam}", "federation.rounds=1", method="special")
+        keys.add(experiment.step("begin", None, 0).key)
+    assert len(keys) == 2
+    result = experiment.run(tmp_path / "run")
+    assert result["settings"]["methods"]["special"]["lambda"] == 0.2
+    again = reading.load(tmp_path / "run" / "settings.json", method="special")
+    assert reading.effective(again, "special") == reading.effective(experiment.params, "special")

@@ -1,0 +1,226 @@
+"""`lambda: auto`: the search by itself on curves whose answer is known, and what clients and server make of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.federation.messages import Part, Reply
+from fclmodels.federation.replies import Replies
+from fclmodels.methods.anchored import distance
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.radius import Search, share_within
+from fclmodels.methods.special import Special
+
+GUESSING = math.log(10)
+AUTO = {"lambda": "auto"}
+
+
+def searched(losses: list[float], rounds: int, tolerance: float = 0.05) -> Search:
+    search = Search()
+    for loss in losses:
+        search = search.after(loss, GUESSING, tolerance, rounds)
+    return search
+
+
+def test_there_is_no_anchor_while_the_loss_falls() -> None:
+    """By more than 5 % of what is known a round: 2.3 - 0.4 = 1.9, of which 0.095."""
+    search = searched([2.3, 1.5, 0.9, 0.6, 0.4], rounds=10)
+    assert search.within is None
+    assert search.radius(3.0, last=False) == math.inf
+    assert searched([2.3, 1.5, 0.9, 0.6, 0.4, 0.31], rounds=10).within is True
+
+
+def test_a_slow_fall_over_many_rounds_is_not_taken_for_its_end() -> None:
+    """Of 100 rounds ten have to lower the loss by less than 0.05 x (2.3 - 1.1) = 0.06: three do, two do not."""
+    falling = [2.3 - 0.02 * r for r in range(60)]
+    assert searched(falling, rounds=100).within is None
+    assert searched([*falling, *[falling[-1]] * 7], rounds=100).within is None
+    assert searched([*falling, *[falling[-1]] * 8], rounds=100).within is True
+
+
+def test_steps_by_hand() -> None:
+    """Within: a step of 0.1 x 1.2 inwards. Not any more: half of that outwards, and on so by 1.2 of it."""
+    settled = searched([2.3, 0.3, 0.3], rounds=10)
+    assert settled.radius(2.0, last=False) == pytest.approx(2 * math.exp(-0.12))
+    assert settled.radius(2.0, last=True) == 2.0
+    out = settled.after(0.5, GUESSING, 0.05, 10)
+    assert (out.within, out.step) == (False, pytest.approx(0.06))
+    assert out.radius(1.5, last=True) == pytest.approx(1.5 * math.exp(0.06))
+    assert out.after(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
+    back = out.after(0.3, GUESSING, 0.05, 10)
+    assert (back.within, back.step) == (True, pytest.approx(0.03))
+
+
+def test_the_tolerance_is_a_share_of_what_is_known_of_a_label() -> None:
+    settled = [2.3, 0.3, 0.3]
+    slack = 0.05 * (GUESSING - 0.3)
+    assert searched([*settled, 0.3 + 0.99 * slack], rounds=10).within is True
+    assert searched([*settled, 0.3 + 1.01 * slack], rounds=10).within is False
+    assert searched([*settled, 0.3 + 1.01 * slack], rounds=10, tolerance=0.06).within is True
+    # Of a model that knows less than nothing no share can be given up.
+    assert searched([3.0, 3.0, 3.0], rounds=10).within is True
+    assert searched([3.0, 3.0, 3.0, 3.01], rounds=10).within is False
+
+
+@given(far=st.floats(0.1, 10), floor=st.floats(0.01, 1), start=st.floats(2.5, 6))
+def test_it_finds_the_smallest_drift_that_is_good_enough(far: float, floor: float, start: float) -> None:
+    """On a bowl, L(d) = floor + (start - floor) (1 - d / far)^2, whose bottom is four rounds away without an anchor."""
+    drift, search, rounds = 0.0, Search(), 40
+    for _ in range(rounds):
+        search = search.after(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
+        drift = min(search.radius(drift, last=False), drift + far / 4, far)
+    best = far * (1 - math.sqrt(0.05 * (GUESSING - floor) / (start - floor)))
+    assert drift == pytest.approx(best, rel=0.1)
+
+
+@given(radius=st.floats(0.01, 10), distance=st.floats(0.01, 10))
+def test_the_share_projects_onto_the_ball(radius: float, distance: float) -> None:
+    share = share_within(radius, distance)
+    assert (1 - share) * distance == pytest.approx(min(radius, distance))
+    assert share_within(math.inf, distance) == 0
+    assert share_within(0.0, 0.0) == 0
+
+
+# In a federation.
+
+
+def loss_by_hand(method: Special, weights: dict[str, Any], task: int, client: int) -> tuple[float, int]:
+    splits = method.run.splits
+    rows = splits.rows(task, "val", client)
+    x = (splits.images[torch.from_numpy(rows.samples)].float() / 255 - 0.5) / 0.25
+    network = method.networks.load(method.run.spec(task + 1), weights).eval()
+    with torch.no_grad():
+        return float(cross_entropy(network(x), torch.from_numpy(rows.labels), reduction="sum")), len(rows)
+
+
+def test_a_client_tells_the_val_loss_of_what_it_was_sent(
+    method_of: Callable, client_of: Callable, splits_of: Callable, federate: Callable
+) -> None:
+    """Two numbers, of its own val rows, before any training; and nothing in the first task."""
+    method = method_of(Special, "model.dropout=[0.2, 0.5]", splits=splits_of(val=5), **AUTO)
+    server = method.start_task(federate(method, 1), 1)
+    reply, _ = method.train(client_of(method, 2, 1), method.payload(server))
+    expected, count = loss_by_hand(method, server.weights, 1, 2)
+    told = reply.parts["val"]
+    assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("count", 16, 5)
+    assert count == 5
+    assert told.tensors["loss"].item() == pytest.approx(expected, rel=1e-5)
+    first = method.start_task(method.setup(), 0)
+    assert "val" not in method.train(client_of(method, 2), method.payload(first))[0].parts
+
+
+def test_training_is_fedavgs(method_of: Callable, client_of: Callable, splits_of: Callable, federate: Callable) -> None:
+    splits, dropout = splits_of(val=5), "model.dropout=[0.2, 0.5]"
+    auto, fedavg = method_of(Special, dropout, splits=splits, **AUTO), method_of(FedAvg, dropout, splits=splits)
+    payload = auto.payload(auto.start_task(federate(auto, 1), 1))
+    ours, theirs = (method.train(client_of(method, 1, 1), payload)[0].parts for method in (auto, fedavg))
+    assert state.digest(ours["update"].tensors) == state.digest(theirs["update"].tensors)
+    assert ours.keys() - theirs.keys() == {"val"}
+
+
+def replies_of(server: Any, loss: float, samples: float, folder: Path) -> Replies:
+    """One client that moves every parameter by 0.01 and tells this val loss."""
+    update = {name: torch.full_like(w, 0.01) for name, w in server.weights.items()}
+    val = {"loss": torch.tensor(loss * samples), "samples": torch.tensor(samples)}
+    replies = Replies((0,), folder)
+    counts = {"weight": Part("count", {"weight": torch.tensor(1.0)}), "val": Part("count", val)}
+    replies.add(0, Reply({"update": Part("update", update), **counts}))
+    return replies
+
+
+def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
+    """Free while the loss falls, nearer and nearer while it stays, outwards again when it rises; held without news."""
+    method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    anchor, drifts, weights = server.knowledge["anchor"], [0.0], []
+    for loss in (2.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.9, 0.9):
+        server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))
+        drifts.append(distance(server.weights, anchor))
+        weights.append(method.anchor_weight(server))
+    assert weights[:3] == [0, 0, 0]
+    for before, after, step in zip(drifts[3:6], drifts[4:7], (0.12, 0.144, 0.1728), strict=True):
+        assert after == pytest.approx(before * math.exp(-step), rel=1e-5)
+    assert 0 < weights[3] < weights[4] < weights[5]
+    assert drifts[8] > drifts[7] > drifts[6]
+    moved = distance({name: w + 0.01 for name, w in server.weights.items()}, anchor)
+    unknown = method.aggregate(server, replies_of(server, 5.0, 0.0, tmp_path))
+    assert unknown.knowledge["search"] == server.knowledge["search"]
+    assert distance(unknown.weights, anchor) == pytest.approx(moved / (1 + weights[-1]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "head", "classes"),
+    [((), "growing", 4), (("model.loss_over=task",), "growing", 2), ((), "per-task", 2)],
+)
+def test_guessing_is_among_the_classes_of_the_loss(
+    overrides: tuple[str, ...], head: str, classes: int, method_of: Callable, splits_of: Callable
+) -> None:
+    method = method_of(Special, *overrides, splits=splits_of(val=2, head=head), **AUTO)
+    assert method.guessing(method.run.spec(2), 1) == pytest.approx(math.log(classes))
+
+
+def test_each_task_is_searched_anew_and_ends_nearer_the_anchor_than_fedavg(
+    method_of: Callable, splits_of: Callable, after_each_task: Callable
+) -> None:
+    splits, longer = splits_of(tasks=3, val=4, train=16, same_classes=True), "federation.rounds=12"
+    auto = after_each_task(method_of(Special, longer, splits=splits, **AUTO))
+    fedavg = after_each_task(method_of(Special, longer, splits=splits, **{"lambda": 0.0}))
+    assert "search" not in auto[0].knowledge
+    for ours, theirs in zip(auto[1:], fedavg[1:], strict=True):
+        assert len(ours.knowledge["search"]["losses"]) == 12
+        assert ours.knowledge["search"].keys() == asdict(Search()).keys()
+        anchored = (distance(server.weights, server.knowledge["anchor"]) for server in (ours, theirs))
+        assert next(anchored) < 0.9 * next(anchored)
+
+
+def test_stopped_and_resumed_it_is_the_same(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
+    """The search is part of what is committed."""
+    settings = ("methods.special.lambda=auto", "federation.rounds=4", "federation.checkpoint_seconds=0")
+    splits = splits_of(val=4)
+    whole = experiment_of(*settings, method="special", splits=splits).run(tmp_path / "whole")
+
+    stopped = experiment_of(*settings, method="special", splits=splits, home=tmp_path / "home")
+    aggregate, calls = stopped.method.aggregate, []
+
+    def until_the_seventh(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return aggregate(*arguments)
+
+    stopped.method.aggregate = until_the_seventh
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run(tmp_path / "stopped")
+    resumed = experiment_of(*settings, method="special", splits=splits, home=tmp_path / "home").run(
+        tmp_path / "resumed"
+    )
+    assert resumed["digests"]["model"] == whole["digests"]["model"]
+    rounds = pl.read_parquet(tmp_path / "resumed" / "rounds.parquet")
+    assert rounds.height == 8
+
+
+def test_without_val_rows_it_is_refused(method_of: Callable, splits_of: Callable) -> None:
+    with pytest.raises(UserError) as caught:
+        method_of(Special, splits=splits_of(val=0), **AUTO)
+    assert str(caught.value) == (
+        "methods.special.lambda: auto reads val rows, of which task 1 has none. "
+        "Set partition.val above 0, or lambda to a number."
+    )
+    method_of(Special, splits=splits_of(val=0, tasks=1), **AUTO)
+
+
+def test_a_tolerance_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match="tolerance needs lambda: auto"):
+        Special.Settings(**{"lambda": 0.1, "tolerance": 0.2})
+    assert Special.Settings(**{"lambda": "auto", "tolerance": 0.2}).tolerance == 0.2

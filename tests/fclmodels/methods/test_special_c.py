@@ -1,0 +1,91 @@
+"""SPECIAL-C: its local steps by hand and as proximal mappings, and that it is FedAvg at c = 0."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from fclmodels import state
+from fclmodels.federation.local import LocalTraining
+from fclmodels.methods.anchored import AnchoredOnClients, AnchoredTraining, rows
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.special_c import SpecialC
+
+OPTIMISERS = {
+    "sgd": ("optimizer.lr=0.1",),
+    "momentum": ("optimizer.momentum=0.9", "optimizer.weight_decay=0.05"),
+    "adamw": ("optimizer.kind=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.5"),
+}
+EVERY_OPTIMISER = pytest.mark.parametrize("optimiser", OPTIMISERS.values(), ids=OPTIMISERS)
+
+
+class ByStep(AnchoredOnClients):
+    """SPECIAL-C in terms of the whole step: w + s becomes (w + s + c W*) / (1 + c)."""
+
+    Settings = SpecialC.Settings
+
+    def step(self, training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert isinstance(training, AnchoredTraining)
+        c = self.settings.c
+        for name, anchor in training.anchor.items():
+            proposed = training.anchored[name]  # the parameters are where the optimiser wants them to be
+            rows(steps[name], anchor).add_((proposed + c * anchor) / (1 + c) - proposed)
+        return steps
+
+
+@EVERY_OPTIMISER
+def test_it_is_the_step_hook_only_cheaper(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
+    ours, by_step = (federate(method_of(kind, *optimiser, c=0.2)).weights for kind in (SpecialC, ByStep))
+    plain = federate(method_of(FedAvg, *optimiser)).weights
+    for name in ours:
+        torch.testing.assert_close(ours[name], by_step[name], rtol=0, atol=1e-5)
+        assert not torch.allclose(ours[name], plain[name], atol=1e-4)
+
+
+@EVERY_OPTIMISER
+def test_c_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
+    zero, fedavg = (federate(method_of(kind, *optimiser)).weights for kind in (FedAvg, SpecialC))
+    assert state.digest(fedavg) != state.digest(zero)
+    zero_c = federate(method_of(SpecialC, *optimiser, c=0.0)).weights
+    assert state.digest(zero_c) == state.digest(zero)
+
+
+def test_one_local_step_by_hand(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+    """w' = (w - eta g + c W*) / (1 + c), g from autograd, all of a client's samples in one batch."""
+    method = method_of(SpecialC, "federation.batch_size=64", "optimizer.lr=0.1", c=0.25)
+    server = method.start_task(federate(method, 1), 1)
+    anchor = server.knowledge["anchor"]
+    shift = torch.Generator().manual_seed(0)
+    weights = {name: w + 0.1 * torch.randn(w.shape, generator=shift) for name, w in server.weights.items()}
+    payload = method.payload(server)
+    payload["weights"].tensors.update(weights)
+    client = client_of(method, 2, 1)
+
+    network = method.networks.load(server.spec, weights)
+    parameters = dict(network.named_parameters())
+    training = LocalTraining(method, client, network, weights)
+    gradients = torch.autograd.grad(method.loss(training, next(next(client.epochs()))), list(parameters.values()))
+    expected = {name: weights[name] - 0.1 * g for name, g in zip(parameters, gradients, strict=True)}
+    for name, old in anchor.items():
+        expected[name][: len(old)] = (expected[name][: len(old)] + 0.25 * old) / 1.25
+
+    reply, _ = method.train(client, payload)
+    for name, update in reply.parts["update"].tensors.items():
+        torch.testing.assert_close(weights[name] + update / client.weight, expected[name], rtol=0, atol=1e-6)
+
+
+def test_the_mapping_is_the_proximal_one(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+    """prox(v) = argmin_w 1/2 ||w - v||^2 + c/2 ||w - W*||^2, solved numerically."""
+    method = method_of(SpecialC, c=0.7)
+    server = method.start_task(federate(method, 1), 1)
+    network = method.networks.load(server.spec, {name: w + 0.3 for name, w in server.weights.items()})
+    training = method.training(client_of(method, 0, 1), method.payload(server), network, server.weights)
+    v = training.parameters["backbone.fc2.bias"].detach().double().numpy().copy()
+    anchor = server.knowledge["anchor"]["backbone.fc2.bias"].double().numpy()
+    best = minimize(lambda w: ((w - v) ** 2).sum() / 2 + 0.7 * ((w - anchor) ** 2).sum() / 2, v, tol=1e-9).x
+    method.after(training)
+    torch.testing.assert_close(
+        training.parameters["backbone.fc2.bias"].detach().double(), torch.from_numpy(best), rtol=0, atol=1e-5
+    )
