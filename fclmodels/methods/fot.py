@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from fclmodels.backbones.capture import Layer
 from fclmodels.backbones.layer_inputs import ROUNDING_OF_GRAM
 from fclmodels.backbones.network import Network
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies
+from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
 from fclmodels.methods.subspaces import Bases, Subspaces
 from fclmodels.numerics.privacy import clipped, epsilon, noise_share, without_noise
 from fclmodels.numerics.subspace import principal, release_rank, total_energy
+from fclmodels.settings import Settings as BaseSettings
 
 RANK_RULES = {"total-energy": total_energy, "release": release_rank}
 PARTS = ("sketch", "energy", "columns")  # what a client tells of its layers' inputs, as sums over clients
@@ -74,6 +77,14 @@ class Fot(Subspaces):
 
     settings: Settings
 
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        super().__init__(settings, run)
+        if self.settings.gpse == "local" and run.params.federation.faults.late:
+            raise UserError(
+                "methods.fot.gpse: local takes sketches from the last round's replies, and late ones of earlier rounds "
+                "have none. Use gpse: global, or federation.faults.late: 0."
+            )
+
     def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """FedProject, eq. 6."""
         return self.admissible(server, update)
@@ -116,7 +127,8 @@ class Fot(Subspaces):
 
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         """RandomizedActivationCollection (Algorithm 2), on the global model."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
+        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        network = self.networks.load(self.run.spec(client.task + 1), weights)
         parts = self.sketched(client, network, payload["bases"].tensors)
         if self.private:
             parts = self.noisy(client, parts, int(payload["cohort"].tensors["clients"]))

@@ -41,7 +41,7 @@ class Subspaces(FedAvg):
         )
         head: Literal["auto", "protected", "free"] = Field(
             "auto",
-            description="whether the head is protected; auto: where all tasks have the same classes",
+            description="whether the head is protected; auto: where no later task brings new classes",
         )
 
     settings: Settings
@@ -109,18 +109,19 @@ class Subspaces(FedAvg):
 
     @property
     def _protects_the_head(self) -> bool:
-        """Where all tasks have the same rows, or as set; a head of one task's own moves in that task only.
+        """Where no task brings new rows, or as set; a head of one task's own moves in that task only.
 
         Where only some classes come again, the rows of new ones must learn from features that earlier tasks had too.
         """
         if self.run.spec(1).head == "per-task":
             return False
-        return {"auto": self.tasks_have_the_same_classes, "protected": True, "free": False}[self.settings.head]
+        return {"auto": self.no_new_classes, "protected": True, "free": False}[self.settings.head]
 
     @property
-    def tasks_have_the_same_classes(self) -> bool:
+    def no_new_classes(self) -> bool:
+        """Whether all tasks are about the first one's classes, as domains are; one may lack some of them."""
         classes = [set(task.classes) for task in self.run.splits.tasks]
-        return len(classes) > 1 and all(of_task == classes[0] for of_task in classes)
+        return len(classes) > 1 and all(of_task <= classes[0] for of_task in classes)
 
     def _refuse_unknown_blocks(self, network: Network) -> None:
         for block in self.settings.protect or ():

@@ -60,7 +60,7 @@ class Tip(Projected):
 
     def __init__(self, settings: BaseSettings, run: Run) -> None:
         super().__init__(settings, run)
-        if self.settings.tip and run.params.model.head == "auto" and self.tasks_have_the_same_classes:
+        if self.settings.tip and run.params.model.head == "auto" and self.no_new_classes:
             # In a head that tasks share in full, a predicted task would change no answer.
             model = run.params.model.model_copy(update={"head": "per-task"})
             self.run = replace(run, params=run.params.model_copy(update={"model": model}))

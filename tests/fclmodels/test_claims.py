@@ -25,7 +25,7 @@ STREAM = ["data.source=digits-domains", "stream.kind=domain-incremental", "feder
 TUNED = {
     "fedavg": ["optimizer.lr=0.05"],
     "fot": ["optimizer.lr=0.1", "methods.fot.threshold=0.9"],
-    "fedprotip": ["optimizer.lr=0.1", "methods.fedprotip.threshold=0.2"],
+    "fedprotip": ["optimizer.lr=0.1", "methods.fedprotip.threshold=0.2", "model.head=growing"],
     "special": ["optimizer.lr=0.05", "methods.special.lambda=0.02"],
 }
 

@@ -1,6 +1,7 @@
 """FOT: what FedProject lets through, and of which layers."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,15 @@ def test_the_head_is_protected_where_tasks_share_its_rows(
     change = second.weights["heads.0.weight"][:2] - first.weights["heads.0.weight"]
     stays = protected or stream.get("head") == "per-task"
     assert (float((change @ basis).norm()) < 1e-5) == stays
+
+
+@pytest.mark.parametrize(("lacking", "protected"), [(1, True), (0, False)])
+def test_a_domain_may_lack_a_class_that_an_earlier_one_has(
+    lacking: int, protected: bool, method_of: Callable, splits_of: Callable
+) -> None:
+    """Where a later one brings a class, its row is new and has to learn."""
+    splits = copy(splits_of(same_classes=True))
+    tasks = list(splits.tasks)
+    tasks[lacking] = replace(tasks[lacking], classes=(0,))
+    splits.tasks = tuple(tasks)
+    assert ("heads.0" in method_of(Fot, splits=splits).setup().knowledge["bases"]) == protected

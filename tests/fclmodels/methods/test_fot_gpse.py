@@ -1,6 +1,7 @@
 """GPSE: what clients sketch, and what the server finds in the sum, wherever it runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fclmodels import state
 from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation.messages import Part
 from fclmodels.federation.rounds import sample_clients
@@ -216,6 +218,32 @@ def test_in_the_release_a_client_sketches_what_its_own_model_sees(
         X = inputs(weights, splits_of(train=3), 0, (2,))["backbone.fc3"]
         span = torch.from_numpy(scipy.linalg.orth(X))
         assert (1 - covered(span, exact(reply.parts["sketch"].tensors["backbone.fc3"])) < 1e-6) == inside
+
+
+def test_late_replies_have_no_sketch_so_the_releases_extraction_refuses_them(method_of: Callable) -> None:
+    with pytest.raises(UserError, match="gpse: local takes sketches from the last round's replies"):
+        method_of(Fot, "federation.faults.late=0.5", gpse="local")
+
+
+def test_a_client_with_running_statistics_of_its_own_sketches_what_its_own_model_sees(
+    method_of: Callable, splits_of: Callable, client_of: Callable
+) -> None:
+    method = method_of(
+        Fot, "model.backbone=resnet18", "model.width=2", splits=splits_of(train=3), batch_norm="local", samples=None
+    )
+    server = method.start_task(method.setup(), 0)
+    question = {**method.payload(server), **known(server)}
+    _, memory = method.train(client_of(method, 2), method.payload(server))
+    kept = replace(client_of(method, 2), memory=memory)
+    told = {
+        who: method.answer(client, "gpse", question)[0]
+        for who, client in (("kept", kept), ("new", client_of(method, 2)))
+    }
+    whole = {**question, "weights": Part("weights", {**server.weights, **memory["statistics"]})}
+    told["global"] = method.answer(client_of(method, 2), "gpse", whole)[0]
+    energy = {who: reply.parts["energy"].tensors["backbone.layer4.1.conv2"] for who, reply in told.items()}
+    assert torch.equal(energy["kept"], energy["global"])
+    assert not torch.allclose(energy["kept"], energy["new"])
 
 
 # Where and how often it runs does not matter.
