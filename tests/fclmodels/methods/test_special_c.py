@@ -36,7 +36,7 @@ class ByStep(AnchoredOnClients):
 
 
 @EVERY_OPTIMISER
-def test_it_is_the_step_hook_only_cheaper(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
+def test_it_is_what_the_step_hook_would_do(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
     ours, by_step = (federate(method_of(kind, *optimiser, c=0.2)).weights for kind in (SpecialC, ByStep))
     plain = federate(method_of(FedAvg, *optimiser)).weights
     for name in ours:
