@@ -15,11 +15,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from tune import OnVal
 
 from fclmodels import params as reading
 from fclmodels.data.prepare import prepare
 from fclmodels.data.split import split
-from fclmodels.data.splits import Rows, Splits
+from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.federation.evaluation import evaluate
 from fclmodels.federation.run import Run
@@ -40,13 +41,6 @@ STREAMS = {
 SHARED = ["federation.local_epochs=5", "federation.executor=serial", "federation.threads=1"]
 GRID = ("0", "0.05", "0.1", "0.2", "0.4", "0.8", "1.6", "3.2")
 METRICS = ("acc", "bwt", "learning_acc")
-
-
-class OnVal(Splits):
-    """Splits whose evaluation reads val rows."""
-
-    def test_rows(self, task: int, client: int | None = None) -> Rows:
-        return self.rows(task, "val", client)
 
 
 def splits_of(params: Params, folder: Path) -> Splits:

@@ -18,6 +18,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fclmodels.errors import UserError
@@ -94,6 +95,7 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
     """The experiment's run: opened or found, and marked as failed where the block fails."""
     try:
         with locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
+            _set_up(settings.uri)
             client = MlflowClient(settings.uri)
             run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
     except (MlflowException, SQLAlchemyError, OSError) as problem:
@@ -135,6 +137,17 @@ def identity_of(experiment: Experiment) -> str:
     keys = [experiment.step("learn", None, task).key for task in range(experiment.tasks)]
     keys += [experiment.step(stage, None, 0).key for stage in ONCE]
     return digest_of(keys)
+
+
+def _set_up(uri: str) -> None:
+    """A database that is not there is made beside its place: MLflow refuses what a kill leaves of one half-made."""
+    database = make_url(uri).database if uri.startswith("sqlite:") else None
+    if not database or Path(database).exists():
+        return
+    unfinished = Path(f"{database}.new")
+    unfinished.unlink(missing_ok=True)
+    MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
+    unfinished.replace(database)
 
 
 def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: TrackingSettings) -> str:

@@ -13,19 +13,16 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fclmodels.backbones.layer_inputs import LayerInputs
-from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies
-from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
 from fclmodels.methods.subspaces import Bases
 from fclmodels.methods.tip import REFERENCES, Tip
 from fclmodels.numerics.sketch import gaussian_sketch
-from fclmodels.numerics.subspace import extend, residual_mass, total_energy
-from fclmodels.settings import Settings as BaseSettings
+from fclmodels.numerics.subspace import residual_mass, total_energy, union
 
 # TIP's basis among those of the layers, and the layer whose input it is of.
 FEATURES, LAST = "features", "heads.0"
@@ -55,20 +52,14 @@ class FedProTIP(Tip):
         )
 
         @model_validator(mode="after")
-        def _only_sketches_have_a_width(self) -> "FedProTIP.Settings":
+        def _exchange_fits_the_rest(self) -> "FedProTIP.Settings":
             if self.sketch_width is not None and self.exchange == "bases":
                 raise ValueError("sketch_width needs exchange: sketch.")
+            if (self.union, self.exchange) == ("sequential", "sketch"):
+                raise ValueError("union: sequential asks clients one by one, and sketches are only summed.")
             return self
 
     settings: Settings
-
-    def __init__(self, settings: BaseSettings, run: Run) -> None:
-        super().__init__(settings, run)
-        if (self.settings.union, self.settings.exchange) == ("sequential", "sketch"):
-            raise UserError(
-                "methods.fedprotip.union: sequential asks one client after another, and sketches are only summed. "
-                "Use union: union, or exchange: bases."
-            )
 
     # Training.
 
@@ -95,7 +86,7 @@ class FedProTIP(Tip):
             replies = cohort.ask("bases", {**super().payload(server), "bases": Part("basis", bases)}, clients)
             for found in self._found(replies):
                 features += [found.pop(FEATURES)] if self.settings.tip else []
-                bases |= {name: extend(bases[name], directions) for name, directions in found.items()}
+                bases = union(bases, found)
             columns, squares = added(columns, replies.sum("columns")), added(squares, replies.sum("spectra"))
         facts = {
             "columns": {name: counts.tolist() for name, counts in columns.items()},

@@ -34,6 +34,11 @@ class Gpm(Projected):
 
     settings: Settings
 
+    def advice(self) -> list[str]:
+        if not self.run.params.monitors.used_share:
+            return []
+        return ["monitors.used_share: gpm's bases stay with its clients, so there is nothing to show of them."]
+
     def setup(self) -> Server:
         """The server knows no bases."""
         return replace(super().setup(), knowledge={"bases": {}, "ranks": {}})

@@ -21,7 +21,7 @@ from fclmodels.federation.messages import Part
 from fclmodels.federation.server import Server
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.numerics.subspace import extend
+from fclmodels.numerics.subspace import union
 
 Bases = dict[str, Tensor]
 
@@ -51,6 +51,11 @@ class Subspaces(FedAvg):
             # Padding passes the layers too, and would stand in the bases though no loss depends on it.
             raise UserError(
                 f"methods.{self.name} finds bases from images, these samples are texts. Use another method."
+            )
+        if self.settings.head == "protected" and self.run.spec(1).head == "per-task":
+            raise UserError(
+                f"methods.{self.name}.head: protected needs a head that tasks share; here each task has its own, which "
+                "nothing moves later. Use head: auto."
             )
         server = super().setup()
         layers = self.layers(self.networks.load(server.spec, server.weights))
@@ -148,11 +153,7 @@ class Subspaces(FedAvg):
 
     def extended(self, server: Server, directions: Bases, **facts: Any) -> Server:
         """The server whose bases cover these directions {layer: [d, k]} too; facts join its knowledge."""
-        bases = {
-            name: extend(basis, directions[name].to(basis.dtype)) if name in directions else basis
-            for name, basis in server.knowledge["bases"].items()
-        }
-        return self.with_bases(server, bases, **facts)
+        return self.with_bases(server, union(server.knowledge["bases"], directions), **facts)
 
     def with_bases(self, server: Server, bases: Bases, **facts: Any) -> Server:
         """The server after a task that ended with these bases."""

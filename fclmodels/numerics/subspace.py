@@ -4,7 +4,7 @@ A layer's input is seen as columns X [d, n]; a basis O [d, r] has orthonormal co
 so a step [out, d] leaves W x unchanged for x in span(O) where step O = 0 (GPM; FOT eq. 4; FedProTIP eq. 4).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -57,10 +57,12 @@ def extend(basis: Tensor, directions: Tensor) -> Tensor:
     return torch.cat([basis, fresh.to(basis.dtype)], dim=1)
 
 
-def union(bases: Sequence[Tensor]) -> Tensor:
-    """An orthonormal basis of the sum of the spans (FedProTIP eq. 9 and Proposition 1), whatever their order."""
-    together = torch.cat(list(bases), dim=1)
-    return extend(together[:, :0], together)
+def union(bases: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each layer's basis with what a client's directions add to its span (FedProTIP eq. 9).
+
+    One client after another gives the sum of all spans (Proposition 1), in whatever order they come.
+    """
+    return {name: extend(basis, found[name]) if name in found else basis for name, basis in bases.items()}
 
 
 def principal(X: Tensor) -> tuple[Tensor, Tensor]:

@@ -241,6 +241,23 @@ def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeyp
     assert all_runs(settings)[0].data.tags["dvc.stage"] == "experiment@fedavg-0"
 
 
+def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow refuses what a kill leaves of one that is being set up."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MlflowClient, "search_experiments", lambda *_, **__: 1 / 0)
+        killed = TrackingSettings(uri="sqlite:///killed.db")
+        with pytest.raises(ZeroDivisionError), tracked(experiment(), killed, tmp_path):
+            pytest.fail("nothing to track")
+    assert not Path("killed.db").exists()
+    Path("mlflow.db.new").write_text("half a database")
+    settings = TrackingSettings(uri="sqlite:///mlflow.db")
+    with tracked(experiment(), settings, tmp_path):
+        pass
+    assert len(all_runs(settings)) == 1
+    assert not Path("mlflow.db.new").exists()
+
+
 @pytest.mark.parametrize("uri", ["gopher://x", "sqlite:////dev/null/mlflow.db", "sqlite:///params.yaml", "./mlruns"])
 def test_a_store_that_cannot_be_used_is_a_mistake(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

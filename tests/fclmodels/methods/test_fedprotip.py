@@ -191,11 +191,6 @@ def test_a_narrow_sketch_bounds_what_a_task_adds(method_of: Callable, federate: 
     assert all(of_layer == [3, 6] for of_layer in ranks.values())
 
 
-def test_sketches_cannot_be_asked_for_one_by_one(method_of: Callable) -> None:
-    with pytest.raises(UserError, match=r"methods\.fedprotip\.union: sequential"):
-        method_of(FedProTIP, exchange="sketch", union="sequential")
-
-
 @pytest.mark.parametrize("rule", ["residual-mass", "total-energy"])
 def test_what_is_known_already_adds_nothing(rule: str, method_of: Callable, client_of: Callable) -> None:
     """The residual is rounding: no share of it is worth a direction. Few columns are kept, of many a Gram matrix."""
@@ -323,11 +318,20 @@ def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
     assert (sent["layer"] == 0) == (rule == "total-energy")
 
 
-def test_a_width_is_for_sketches(params_of: Callable) -> None:
-    width = "methods.fedprotip.sketch_width=8"
-    with pytest.raises(UserError, match=r"methods\.fedprotip: sketch_width needs exchange: sketch"):
-        params_of(width)
-    params_of(width, "methods.fedprotip.exchange=sketch")
+@pytest.mark.parametrize(
+    ("settings", "refused", "accepted"),
+    [
+        (("sketch_width=8",), "sketch_width needs exchange: sketch", "exchange=sketch"),
+        (("exchange=sketch", "union=sequential"), "union: sequential asks clients one by one", "exchange=bases"),
+    ],
+)
+def test_sketches_have_a_width_and_are_only_summed(
+    settings: tuple[str, ...], refused: str, accepted: str, params_of: Callable
+) -> None:
+    own = [f"methods.fedprotip.{setting}" for setting in settings]
+    with pytest.raises(UserError, match=rf"methods\.fedprotip: {refused}"):
+        params_of(*own)
+    params_of(*own, f"methods.fedprotip.{accepted}")
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,6 @@ def test_a_block_that_the_backbone_does_not_have_is_refused(method_of: Callable)
         ({}, "auto", False),
         ({}, "protected", True),
         ({"head": "per-task"}, "auto", False),
-        ({"head": "per-task"}, "protected", False),
     ],
 )
 def test_the_head_is_protected_where_tasks_share_its_rows(
@@ -217,6 +216,12 @@ def test_the_head_is_protected_where_tasks_share_its_rows(
     change = second.weights["heads.0.weight"][:2] - first.weights["heads.0.weight"]
     stays = protected or stream.get("head") == "per-task"
     assert (float((change @ basis).norm()) < 1e-5) == stays
+
+
+def test_heads_of_one_task_each_have_nothing_to_protect(method_of: Callable, splits_of: Callable) -> None:
+    method = method_of(Fot, splits=splits_of(head="per-task"), head="protected")
+    with pytest.raises(UserError, match=r"methods\.fot\.head: protected needs a head that tasks share"):
+        method.setup()
 
 
 @pytest.mark.parametrize(("lacking", "protected"), [(1, True), (0, False)])

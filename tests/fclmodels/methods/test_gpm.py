@@ -123,3 +123,9 @@ def test_convolutions_too(backbone: str, method_of: Callable, client_of: Callabl
     for name, layer in layers.items():
         inside = layer.matrix(update[layer.weight]) @ memory["bases"][name]
         assert float(inside.norm()) < 2e-5 * float(server.weights[layer.weight].norm())
+
+
+def test_advice_tells_that_no_used_share_can_be_shown(method_of: Callable) -> None:
+    assert method_of(Gpm).advice() == []
+    (line,) = method_of(Gpm, "monitors.used_share=true").advice()
+    assert line.startswith("monitors.used_share: gpm's bases stay with its clients")

@@ -1,5 +1,7 @@
 """Bases, spans and ranks against NumPy's and SciPy's; ranks against counting one by one."""
 
+from functools import reduce
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -156,17 +158,19 @@ def test_a_union_spans_all_bases_in_whatever_order(d, ranks, seed, order):
     if len(parts) > 1:
         parts[1] = parts[0][:, ::2] if parts[0].shape[1] else parts[1]
     clients = [torch.from_numpy(part) for part in parts]
-    found = union(clients)
+    nothing = {"layer": clients[0][:, :0], "other": clients[0]}
+
+    def of_all(clients: list[torch.Tensor]) -> torch.Tensor:
+        bases = reduce(union, [{"layer": part} for part in clients], nothing)
+        assert bases["other"] is nothing["other"]
+        return bases["layer"]
+
+    found = of_all(clients)
     assert_allclose(projector(found), projector(scipy.linalg.orth(np.concatenate(parts, 1), rcond=1e-6)), atol=1e-8)
     for part in clients:
         assert_allclose(residual(part, found), 0, atol=1e-8)
     shuffled = order.sample(clients, len(clients))
-    assert_allclose(projector(union(shuffled)), projector(found), atol=1e-8)
-    # Equation 9: one client's basis after another, what is new of it orthonormalised.
-    one_by_one = clients[0][:, :0]
-    for part in clients:
-        one_by_one = extend(one_by_one, part)
-    assert_allclose(projector(one_by_one), projector(found), atol=1e-8)
+    assert_allclose(projector(of_all(shuffled)), projector(found), atol=1e-8)
 
 
 # Singular pairs.
