@@ -172,7 +172,7 @@ class Experiment:
         return self._keep(self.method.setup(), {}), time.perf_counter() - started
 
     def _learn(self, step: Step) -> tuple[dict[str, str], float]:
-        server, memories = self._state(step)
+        server, memories, _ = self._state(step)
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
             watch = self._watch(step.task, checkpoints, server)
@@ -180,7 +180,8 @@ class Experiment:
             position = rounds.learn(
                 self.method, server, memories, step.task, self.executor, checkpoints, self.listener, look
             )
-            objects = self._keep(position.server, position.memories)
+            held = Ledger(checkpoints.ledger).held(self.method.payload(position.server))
+            objects = self._keep(position.server, position.memories, held)
             if watch:
                 watch.task_learned(position.server)
                 objects["monitors"] = self.store.put_table(watch.table())
@@ -193,11 +194,12 @@ class Experiment:
 
     def _conclude(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
-        server, memories = self._state(step)
+        server, memories, held = self._state(step)
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
             clients = self.method.participants(step.task)
-            cohort = Cohort(self.executor, step.task, clients, memories, Ledger(checkpoints.ledger), checkpoints)
+            ledger = Ledger(checkpoints.ledger, held)
+            cohort = Cohort(self.executor, step.task, clients, memories, ledger, checkpoints)
             server = self.method.finish_task(server, cohort)
             objects = self._keep(server, cohort.memories)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
@@ -213,7 +215,7 @@ class Experiment:
 
     def _evaluate(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
-        server, memories = self._state(step)
+        server, memories, _ = self._state(step)
         if self.method.personal and step.task > 0:
             tables = self._evaluated_by_clients(step, server, memories)
         else:
@@ -256,17 +258,19 @@ class Experiment:
     def _workers_params(self) -> Path:
         return self.home / "workers" / f"{os.getpid()}-{self.label}.json"
 
-    def _keep(self, server: Server, memories: dict[int, Path]) -> dict[str, str]:
-        """Put a state into the store: the server's tree, and every client's memory as an object of its own."""
+    def _keep(
+        self, server: Server, memories: dict[int, Path], held: dict[str, list[int]] | None = None
+    ) -> dict[str, str]:
+        """Put a state into the store: the server's tree, every client's memory as an object, who holds which part."""
         kept = {str(client): self.store.adopt(file) for client, file in sorted(memories.items())}
-        state = self.store.put({"server": server.to_tree(), "memories": kept})
+        state = self.store.put({"server": server.to_tree(), "memories": kept, "held": held or {}})
         return {"state": state, **{f"memory-{client}": digest for client, digest in kept.items()}}
 
-    def _state(self, step: Step) -> tuple[Server, dict[int, Path]]:
+    def _state(self, step: Step) -> tuple[Server, dict[int, Path], dict[str, list[int]]]:
         assert step.state is not None
         tree = self.store.get(step.state)
         memories = {int(client): self.store.checked(digest) for client, digest in tree["memories"].items()}
-        return Server.from_tree(tree["server"]), memories
+        return Server.from_tree(tree["server"]), memories, tree["held"]
 
     def _what_all_steps_depend_on(self) -> Tree:
         """Settings (without those that change no result), seed, splits, kind of device, code."""

@@ -83,7 +83,8 @@ class FaultSettings(Settings):
     late: float = Field(0.0, ge=0, le=1, description="probability that an answer comes late")
     late_rounds: PositiveInt = Field(1, le=1_000_000, description="largest delay in rounds; any from 1 on is as likely")
     late_weight: Literal["age", "drop"] = Field(
-        "age", description="what a late answer counts: (1 + rounds of delay)^-1/2 of one in time, or nothing"
+        "age",
+        description="what a late answer counts beside those in time: (1 + rounds of delay)^-1/2 of one, or nothing",
     )
     least: PositiveInt = Field(
         1, le=1_000_000, description="answers without which a round is repeated with clients drawn anew"

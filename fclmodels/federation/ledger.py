@@ -1,13 +1,13 @@
 """Counts the real bytes of every part, both ways, and what each client keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
 
 from fclmodels.federation.executor import Job
 from fclmodels.federation.log import Log
-from fclmodels.federation.messages import Reply
+from fclmodels.federation.messages import Payload, Reply
 
 SCHEMA = {
     "task": pl.Int16,
@@ -26,15 +26,25 @@ class Ledger:
     """One step's rows in an append-only log, and what they add up to.
 
     round -1, -2, ... are the exchanges at the end of a task. base_round: of a late reply, the round that it answers.
+    held: who has which part already that is downloaded once a task, from the steps before.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, held: Mapping[str, Sequence[int]] | None = None) -> None:
         self.log = log
         self.bytes_up = 0
         self.bytes_down = 0
         # Who has which part already: after an interruption, what the log says.
         down = [row for row in log.rows() if row["direction"] == "down"]
         self._has = {(row["part"], client) for row in down for client in row["client"]}
+        self._has |= {(part, client) for part, clients in (held or {}).items() for client in clients}
+
+    def held(self, payload: Payload) -> dict[str, list[int]]:
+        """The clients that have each part which they download once a task."""
+        return {
+            name: sorted(client for part, client in self._has if part == name)
+            for name, part in payload.items()
+            if part.once
+        }
 
     def sent(self, job: Job, clients: Sequence[int]) -> None:
         """The payload that each of the clients downloads, but for what it was to download once and has."""

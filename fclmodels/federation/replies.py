@@ -101,7 +101,8 @@ class Replies:
         if weight == 1:
             return tensors
         if self.parts[part] == "statistics":
-            # Changes of running statistics since an older model: added to today's they could make a variance negative.
+            # What was measured of an older model says nothing of today's: changes of its running statistics could even
+            # make a variance negative.
             weight = 0.0
         return {name: tensor * weight for name, tensor in tensors.items()}
 

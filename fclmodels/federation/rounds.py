@@ -117,7 +117,7 @@ def refuse_divergence(server: Server, loss: float, task: int, round: int) -> Non
     if not (math.isfinite(loss) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
         raise UserError(
             f"task {task}, round {round}: training diverged (loss {loss}). "
-            "Lower optimizer.lr, or federation.server_lr if it is above 1."
+            "Lower optimizer.lr, federation.server_lr if it is above 1, or the weight of the method's penalty."
         )
 
 

@@ -4,6 +4,7 @@ A method holds settings and no state. The server's knowledge and the clients' me
 functions take and return, so that caching, resuming and running elsewhere need nothing from a method.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -74,7 +75,7 @@ class Method:
         return changes
 
     def anchor_weight(self, server: Server) -> float:
-        """lambda, where the server makes (W + lambda W*) / (1 + lambda) of each round's model; 0: it does not."""
+        """lambda, where the server makes (W + lambda W*) / (1 + lambda) of the model of each round; 0: it does not."""
         return 0.0
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
@@ -102,6 +103,12 @@ class Method:
     def rows(self, task: int, client: int) -> Rows:
         """A client's train rows in a task."""
         return self.run.splits.rows(task, "train", client)
+
+    def local_steps(self, task: int) -> int:
+        """Those of the client that takes most of them in a round."""
+        federation = self.run.params.federation
+        most = max(len(self.rows(task, client)) for client in self.participants(task))
+        return federation.local_epochs * math.ceil(most / federation.batch_size)
 
     # Where training is centralised: bytes of raw samples that each client hands over for a task. No message travels.
     pooled_bytes: Callable[[int], dict[int, int]] | None = None

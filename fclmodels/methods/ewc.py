@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from fclmodels.backbones.batch_norm import statistics_of
@@ -62,6 +62,12 @@ class Ewc(FedAvg):
         samples: PositiveInt | None = Field(
             None, description="samples of a task that a client takes its Fisher of; null: all"
         )
+
+        @model_validator(mode="after")
+        def _only_a_running_fisher_fades(self) -> "Ewc.Settings":
+            if self.penalty == "separate" and self.gamma != type(self).model_fields["gamma"].default:
+                raise ValueError("gamma needs penalty: online.")
+            return self
 
     settings: Settings
 

@@ -14,6 +14,10 @@ First there is no anchor (D infinite), until a tenth of the task's rounds has lo
 tolerance: what the task can have is then known. From then on D is the drift d_r of the model that was measured, times
 exp(-step) where it is within the tolerance, exp(step) where it is not; as in Rprop (Riedmiller and Braun 1993) the step
 grows while the verdict stays the same and is halved when it turns. The last round of a task tries nothing smaller.
+
+What it does not see: of a head that grows, the new classes' rows, which have no anchor and push old classes out of the
+answers over all classes; and, where a round samples some clients only, that L_r is of others each time, so that a lucky
+round sets L_best and D comes out too large, in the end FedAvg's.
 """
 
 import math

@@ -5,7 +5,8 @@ is what FedAvg makes of the round and W* the model that the task before ended wi
 Under `lambda: auto` clients tell the loss on their val rows of the model that they were sent; what the server makes of
 that is in radius.py.
 
-knowledge: besides the anchor, under `lambda: auto`, `search` (radius.py) and the last round's `share` of the anchor.
+knowledge: besides the anchor, under `lambda: auto`, `search` (radius.py), the last round's `share` of the anchor, and
+how many `rounds` of the task are over.
 """
 
 import math
@@ -73,7 +74,7 @@ class Special(AnchoredOnServer):
 
     def start_task(self, server: Server, task: int) -> Server:
         started = super().start_task(server, task)
-        return knowing(started, search=asdict(Search()), share=0.0) if self.tunes(task) else started
+        return knowing(started, search=asdict(Search()), share=0.0, rounds=0) if self.tunes(task) else started
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         averaged = super().aggregate(server, replies)
@@ -87,15 +88,16 @@ class Special(AnchoredOnServer):
     def tuned(self, averaged: Server, replies: Replies, drift: float) -> Server:
         """With what the round's val losses tell; `drift` is that of the model that they are of.
 
-        A round whose clients have no val rows leaves all as it was.
+        A round whose clients have no val rows, or answer for an older model, leaves D as it was.
         """
         told, rounds = replies.sum("val"), self.run.rounds(averaged.task)
+        averaged = knowing(averaged, rounds=averaged.knowledge["rounds"] + 1)
         if not told["samples"]:
             return averaged
         loss = float(told["loss"] / told["samples"])
         before = Search(**averaged.knowledge["search"])
         search = before.after(loss, self.guessing(averaged.spec, averaged.task), self.settings.tolerance, rounds)
-        radius = search.radius(drift, last=len(search.losses) == rounds)
+        radius = search.radius(drift, last=averaged.knowledge["rounds"] == rounds)
         share = share_within(radius, distance(averaged.weights, averaged.knowledge["anchor"]))
         return knowing(averaged, search=asdict(search), share=share)
 
@@ -109,8 +111,8 @@ class Special(AnchoredOnServer):
         return server.knowledge.get("share", 0.0) if lam == "auto" else lam / (1 + lam)
 
     def anchor_weight(self, server: Server) -> float:
-        share = self.share(server) if "anchor" in server.knowledge else 0.0
-        return share / (1 - share) if share < 1 else math.inf
+        lam = self.settings.lam
+        return lam if lam != "auto" and "anchor" in server.knowledge else 0.0
 
     # On a client.
 
@@ -129,14 +131,17 @@ class Special(AnchoredOnServer):
         for batch in self.run.batches.ordered(client.val, self.run.params.federation.batch_size):
             loss = self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
             total += loss.cpu() * len(batch.labels)
-        return Part("count", {"loss": total, "samples": torch.tensor(len(client.val), dtype=torch.float64)})
+        return Part("statistics", {"loss": total, "samples": torch.tensor(len(client.val), dtype=torch.float64)})
 
     # Before a run.
 
     def advice(self) -> list[str]:
         lam, tasks = self.settings.lam, range(1, len(self.run.splits.tasks))
-        if lam == "auto" or not lam or not tasks:
+        if not lam or not tasks:
             return []
+        if lam == "auto":
+            return ["lambda auto: no anchor until a tenth of a task's rounds lowers its val loss no more; else FedAvg"]
+        new_rows = self.run.spec(len(self.run.splits.tasks)).seen > self.run.spec(1).seen
         useful, rounds = useful_rounds(lam), [self.run.rounds(task) for task in tasks]
         lines = [
             f"lambda {lam:g}: after the first task a constant update of each round moves the model {1 / lam:.3g} times "
@@ -144,9 +149,11 @@ class Special(AnchoredOnServer):
         ]
         if wasted := sum(count > useful for count in rounds):
             go = "goes" if wasted == 1 else "go"
+            left = "new classes' rows of the head, which have no anchor," if new_rows else "little"
             lines.append(
                 f"federation.rounds: {wasted} of {len(tasks)} later tasks {go} on beyond that, up to round "
-                f"{max(rounds)}, with little left to move. Take fewer rounds, or a lambda of {fitting(max(rounds)):.2g}"
+                f"{max(rounds)}, with {left} left to move. Take fewer rounds, or a lambda of "
+                f"{rounded_down(fitting(max(rounds))):g}"
             )
         return lines
 
@@ -165,9 +172,15 @@ def drift(lam: float, rounds: int) -> float:
 
 def useful_rounds(lam: float) -> int:
     """The first number of rounds in which a constant update has moved the model almost as far as it ever will."""
-    return math.ceil(math.log(1 / (1 - ENOUGH)) / math.log1p(lam))
+    return math.ceil(min(math.log(1 / (1 - ENOUGH)) / math.log1p(lam), 1e9))
 
 
 def fitting(rounds: int) -> float:
     """The lambda for which so many rounds are just useful."""
     return math.expm1(math.log(1 / (1 - ENOUGH)) / rounds)
+
+
+def rounded_down(x: float) -> float:
+    """To two digits."""
+    unit = 10.0 ** (math.floor(math.log10(x)) - 1)
+    return math.floor(x / unit) * unit

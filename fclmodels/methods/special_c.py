@@ -6,6 +6,8 @@ averages as in FedAvg. After S steps 1/(1 + c)^S of a deviation is left: as much
 (1 + c)^S = 1 + lambda. c is lost in the paper's text at hand.
 """
 
+import math
+
 import torch
 from pydantic import Field
 
@@ -26,6 +28,18 @@ class SpecialC(AnchoredOnClients):
         c: float = Field(0.01, ge=0, le=1e6, description="weight of the anchor in each local step")
 
     settings: Settings
+
+    def advice(self) -> list[str]:
+        """c in units of SPECIAL's lambda, by the client that takes most steps in a round."""
+        c, tasks = self.settings.c, range(1, len(self.run.splits.tasks))
+        if not c or not tasks:
+            return []
+        steps = max(self.local_steps(task) for task in tasks)
+        with_lambda = math.expm1(min(steps * math.log1p(c), 99))
+        return [
+            f"c {c:g}: over the {steps} local steps of a round it holds a client like SPECIAL's lambda of "
+            f"{with_lambda:.2g}: none comes further than {1 / c:.3g} steps from the last task's model"
+        ]
 
     @torch.no_grad()
     def after(self, training: LocalTraining) -> None:

@@ -179,6 +179,8 @@ def read_row(origin: str, line: bytes, names: Sequence[str], part: Part) -> Row:
     field = dict(zip(names, fields, strict=True))
     if empty := [column for column in part.text if not field[column].strip()]:
         return Row(origin, fault=f"no text in column {empty[0]}")
+    if not field[part.label].strip():
+        return Row(origin, fault=f"no label in column {part.label}")
     return Row(origin, tuple(field[column] for column in part.text), field[part.label])
 
 

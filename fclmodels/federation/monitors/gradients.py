@@ -66,7 +66,7 @@ class Oracle(Monitor):
         """At the loss on all tasks so far."""
         for about in range(self.task + 1):
             self.note("loss", loss(self.method, server, about), about=about)
-        self.note("local_steps", local_steps(self.method, self.task))
+        self.note("local_steps", self.method.local_steps(self.task))
 
 
 def refuse_personal(method: "Method", monitor: str, what: str) -> None:
@@ -147,13 +147,6 @@ def batches_of(client: Client) -> Iterator[Batch]:
     """Its train rows, not augmented, in a random order that is always the same."""
     order = torch.randperm(len(client.rows), generator=client.generator("monitors"))
     return client.run.batches.ordered(client.rows.take(order.numpy()), client.run.params.federation.batch_size)
-
-
-def local_steps(method: "Method", task: int) -> int:
-    """S: the local steps of the client that takes most of them in a round."""
-    federation = method.run.params.federation
-    most = max(len(method.rows(task, client)) for client in method.participants(task))
-    return federation.local_epochs * math.ceil(most / federation.batch_size)
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:

@@ -2,7 +2,8 @@ r"""How far the rounds of a task have come: after every `monitors.every` of them
 
 accuracy: the accuracy [0, 1] on the test rows of each task seen so far (about) and their mean (about null), all tasks
 counting the same as in ACC; F.5 of SPECIAL puts their samples together. Where each task has a head of its own the task
-is given, else it is not. One evaluation a look. It looks on: nothing is tuned, chosen or stopped by it.
+is given, else it is not. It is of the rounds: what a method makes of the model when a task has ended (ema averages it
+then) shows in the accuracy matrix only. One evaluation a look. It looks on: nothing is tuned, chosen or stopped by it.
 
 drift: ||W - W*||, W the model after the round, W* the one that the previous task left, whatever the method makes of it;
 over the parameters that W* has (of a head that has grown, the old rows), not over running statistics.
@@ -14,8 +15,8 @@ K steps moves by at most eta_l K G, and so does their weighted mean u. The serve
     W_{r+1} - W* = (W_r + eta_g u - W*) / (1 + lambda),    so that    d_{r+1} <= (d_r + eta_g eta_l K G) / (1 + lambda)
 
 with d_0 = 0. By induction d_r <= B = eta_g eta_l K G / lambda for all r, as (B + lambda B) / (1 + lambda) = B. Where
-lambda, eta_l or G change from round to round, B is the largest over rounds, by the same induction. Here B is that of
-one look, with G as
+eta_l or G change from round to round, B is the largest over rounds, by the same induction. Under `lambda: auto` rounds
+have no anchor at times, and so no bound. Here B is that of one look, with G as
 
 largest_gradient: the largest ||g|| that an oracle sees at W before the round, over all clients' mini-batches, in
 evaluation mode, not augmented. The rounds in between and the steps within a round are not seen: G is a lower estimate.
@@ -28,7 +29,7 @@ import polars as pl
 
 from fclmodels.federation import evaluation
 from fclmodels.federation.log import Log
-from fclmodels.federation.monitors.gradients import largest_gradient, local_steps, refuse_personal, squared_norm
+from fclmodels.federation.monitors.gradients import largest_gradient, refuse_personal, squared_norm
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 
@@ -91,4 +92,4 @@ def furthest(method: "Method", task: int, round: int) -> float:
     """eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
     optimizer = method.run.params.optimizer
     lr = optimizer.lr * optimizer.lr_decay**round
-    return method.server_lr(task) * lr * local_steps(method, task)
+    return method.server_lr(task) * lr * method.local_steps(task)

@@ -89,6 +89,7 @@ BAD_ROWS = {
     b"alone\n": "films.tsv:6: 1 columns, not 2",
     b"a film\tgood\tindeed\n": "films.tsv:6: 3 columns, not 2",
     b" \tgood\n": "films.tsv:6: no text in column sentence",
+    b"a film\t \n": "films.tsv:6: no label in column label",
     b"a \xff film\tgood\n": "films.tsv:6: not UTF-8",
     b"a film\tgodo\n": 'films.tsv:6: label "godo" is none of bad, good',
 }

@@ -65,3 +65,15 @@ def test_exchanges_at_the_end_of_a_task_stand_in_the_order_in_which_they_were(tm
     for round in (-1, -2, -3):
         Ledger(log).sent(Job("bases", 0, round, PAYLOAD, tmp_path), [0])
     assert ledger_table(log)["round"].unique(maintain_order=True).to_list() == [-1, -2, -3]
+
+
+def test_what_is_downloaded_once_a_task_is_not_sent_again_in_its_next_step(tmp_path: Path) -> None:
+    once = {"anchor": Part("weights", {"w": torch.ones(5)}, once=True), **PAYLOAD}
+    first = Ledger(Log(tmp_path / "learn.jsonl"))
+    first.sent(Job("train", 1, 0, once, tmp_path), [3, 1])
+    held = first.held(once)
+    assert held == {"anchor": [1, 3]}
+    last = Ledger(Log(tmp_path / "conclude.jsonl"), held)
+    last.sent(Job("bases", 1, -1, once, tmp_path), [1, 2, 3])
+    assert last.bytes_down == 3 * (40 + 3) + 20
+    assert last.held(once) == {"anchor": [1, 2, 3]}

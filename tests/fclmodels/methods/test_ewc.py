@@ -204,7 +204,8 @@ def test_memories_after_several_tasks(
     penalty: str, method_of: Callable, after_each_task: Callable, splits_of: Callable
 ) -> None:
     """Those of a client that has all tasks, of one that misses the second, and of one that joins at the second."""
-    method = method_of(Recording, splits=splits_of(tasks=3, train=MISSING), penalty=penalty, gamma=0.5)
+    fading = {"gamma": 0.5} if penalty == "online" else {}
+    method = method_of(Recording, splits=splits_of(tasks=3, train=MISSING), penalty=penalty, **fading)
     servers = after_each_task(method)
     assert method.memories.keys() == MISSING.keys()
     name = "heads.0.weight"
@@ -272,3 +273,8 @@ def test_where_all_is_frozen_but_new_heads_there_is_nothing_to_hold(
     splits = splits_of(head="per-task")
     mine, fedavg = (federate(method_of(kind, *settings, splits=splits)) for kind in (Ewc, FedAvg))
     assert state.digest(mine.weights) == state.digest(fedavg.weights)
+
+
+def test_gamma_is_for_a_running_fisher() -> None:
+    with pytest.raises(ValueError, match="gamma needs penalty: online"):
+        Ewc.Settings(gamma=0.5)

@@ -1,8 +1,10 @@
 """FLwF-2T: which models teach, and the loss and the step that they make."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
@@ -158,3 +160,13 @@ def test_without_weights_and_in_the_first_task_it_is_fedavg_to_the_bit(
 def test_the_rounds_own_model_as_teacher_needs_no_further_download(method_of: Callable, federate: Callable) -> None:
     method = method_of(Flwf2T, server="current")
     assert method.payload(method.start_task(federate(method, 1), 1)).keys() == {"weights"}
+
+
+def test_the_servers_model_travels_once_a_task(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
+    """To teach in the rounds and in the one more: who was sampled has it, the others download it at the end."""
+    settings = ("federation.clients_per_round=1", "federation.rounds=2")
+    experiment_of(*settings, method="flwf-2t", splits=splits_of(tasks=3)).run(tmp_path / "run")
+    anchors = pl.read_parquet(tmp_path / "run" / "ledger.parquet").filter(pl.col("part") == "anchor")
+    assert {round >= 0 for round in anchors["round"]} == {True, False}
+    everyone = [(task, client) for task in (1, 2) for client in range(4)]
+    assert anchors.select("task", "client").sort("task", "client").rows() == everyone

@@ -113,7 +113,7 @@ def test_a_client_tells_the_val_loss_of_what_it_was_sent(
     reply, _ = method.train(client_of(method, 2, 1), method.payload(server))
     expected, count = loss_by_hand(method, server.weights, 1, 2)
     told = reply.parts["val"]
-    assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("count", 16, 5)
+    assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("statistics", 16, 5)
     assert count == 5
     assert told.tensors["loss"].item() == pytest.approx(expected, rel=1e-5)
     first = method.start_task(method.setup(), 0)
@@ -147,7 +147,9 @@ def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callabl
     for loss in (2.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.9, 0.9):
         server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))
         drifts.append(distance(server.weights, anchor))
-        weights.append(method.anchor_weight(server))
+        share = method.share(server)
+        weights.append(share / (1 - share))
+        assert method.anchor_weight(server) == 0  # no one lambda, of which a bound of the drift could be told
     assert weights[:3] == [0, 0, 0]
     for before, after, step in zip(drifts[3:6], drifts[4:7], (0.12, 0.144, 0.1728), strict=True):
         assert after == pytest.approx(before * math.exp(-step), rel=1e-5)
@@ -157,6 +159,30 @@ def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callabl
     unknown = method.aggregate(server, replies_of(server, 5.0, 0.0, tmp_path))
     assert unknown.knowledge["search"] == server.knowledge["search"]
     assert distance(unknown.weights, anchor) == pytest.approx(moved / (1 + weights[-1]), rel=1e-5)
+
+
+@pytest.mark.parametrize("silent", [(), (3,)])
+def test_the_last_round_tries_nothing_smaller(
+    silent: tuple[int, ...], method_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """Also where some round's clients have no val rows."""
+    method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    drifts = []
+    for round in range(10):
+        samples = 0.0 if round in silent else 3.0
+        server = method.aggregate(server, replies_of(server, 0.3, samples, tmp_path))
+        drifts.append(distance(server.weights, server.knowledge["anchor"]))
+    assert drifts[7] < drifts[6] < drifts[5]
+    assert drifts[9] == pytest.approx(drifts[8], rel=1e-5)
+
+
+def test_an_older_models_loss_is_not_read(tmp_path: Path) -> None:
+    replies = Replies((0, 1), tmp_path)
+    for client, weight in ((0, 1.0), (1, 0.7)):
+        val = Part("statistics", {"loss": torch.tensor(6.0), "samples": torch.tensor(3.0)})
+        replies.add(client, Reply({"val": val}), weight)
+    assert {name: float(total) for name, total in replies.sum("val").items()} == {"loss": 6, "samples": 3}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +244,11 @@ def test_without_val_rows_it_is_refused(method_of: Callable, splits_of: Callable
         "Set partition.val above 0, or lambda to a number."
     )
     method_of(Special, splits=splits_of(val=0, tasks=1), **AUTO)
+
+
+def test_advice_tells_when_the_anchor_begins(method_of: Callable, splits_of: Callable) -> None:
+    (line,) = method_of(Special, splits=splits_of(val=5), **AUTO).advice()
+    assert line.startswith("lambda auto: no anchor until ")
 
 
 def test_a_tolerance_that_nothing_reads_is_refused() -> None:

@@ -89,3 +89,13 @@ def test_the_mapping_is_the_proximal_one(method_of: Callable, client_of: Callabl
     torch.testing.assert_close(
         training.parameters["backbone.fc2.bias"].detach().double(), torch.from_numpy(best), rtol=0, atol=1e-5
     )
+
+
+def test_advice_tells_c_in_units_of_lambda(method_of: Callable, splits_of: Callable) -> None:
+    """(1 + c)^S - 1 over the S = 2 epochs of 3 steps of a client with 24 samples."""
+    splits = splits_of(tasks=2, train={(t, k): 24 for t in range(2) for k in range(2)})
+    (line,) = method_of(SpecialC, "federation.local_epochs=2", "federation.batch_size=8", splits=splits, c=0.1).advice()
+    assert "over the 6 local steps" in line
+    assert f"lambda of {1.1**6 - 1:.2g}:" in line
+    assert "further than 10 steps" in line
+    assert method_of(SpecialC, c=0.0).advice() == []
