@@ -186,12 +186,17 @@ class MonitorSettings(Settings):
         description="distance of the model from the one that the previous task left; where the server anchors to that, "
         "also an oracle's bound of it (SPECIAL Lemma 4.9)",
     )
+    conflicts: bool = Field(
+        False,
+        description="an oracle that reads old tasks' train data: cosines between the gradients of clients and between "
+        "those of each client's tasks, how many are negative, gradient divergence (STAMP Figures 5, 6, 21 to 24)",
+    )
     every: PositiveInt = Field(5, description="rounds from one look to the next within a task")
 
     @property
     def of_rounds(self) -> tuple[str, ...]:
         """Those that are on and look at rounds."""
-        return tuple(name for name in ("gradients", "accuracy", "drift") if getattr(self, name))
+        return tuple(name for name in ("gradients", "accuracy", "drift", "conflicts") if getattr(self, name))
 
 
 class ExperimentSettings(Settings):
@@ -207,7 +212,7 @@ class PaperTable(Settings):
     table: str
     reading: str
     where: dict[str, str | int | float] = {}
-    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std"], ...]
+    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std", "af", "af_std"], ...]
     rows: dict[str, tuple[float, ...]]
 
     @model_validator(mode="after")

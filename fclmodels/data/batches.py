@@ -65,7 +65,7 @@ class Batches:
 
     def of_raw(self, raw: Batch, on_device: torch.Generator) -> Batch:
         """Stored samples as a batch to train on: augmented, permuted by their tasks, normalised."""
-        return self._ready(self._augmented(raw, on_device))
+        return self.ready(self._augmented(raw, on_device))
 
     def augmenting(self, random: torch.Generator) -> torch.Generator:
         """A generator for augmentation on the device, keyed by a draw from one on the CPU."""
@@ -79,14 +79,14 @@ class Batches:
             yield self.raw(rows.take(part.numpy()))
 
     def _slices(self, raw: Batch, size: int) -> Iterator[Batch]:
-        ready = self._ready(raw)
+        ready = self.ready(raw)
         for batch in zip(ready.inputs.split(size), ready.labels.split(size), ready.tasks.split(size), strict=True):
             yield Batch(*batch)
 
     def _augmented(self, raw: Batch, on_device: torch.Generator) -> Batch:
         return replace(raw, inputs=augment(raw.inputs, self.augmentation, on_device))
 
-    def _ready(self, raw: Batch) -> Batch:
+    def ready(self, raw: Batch) -> Batch:
         """What a network takes in: pixels permuted and normalised."""
         return replace(raw, inputs=as_inputs(self._permuted(raw.inputs, raw.tasks), self.splits.mean, self.splits.std))
 

@@ -63,14 +63,19 @@ class FedAvg(Method):
         total = replies.sum("weight")["weight"].item()
         # Running statistics are averaged as they are: a step beyond their mean could make a variance negative.
         shares = {"update": self.server_lr(server.task) / total, "statistics": 1 / total}
-        sums = {part: replies.sum(part) for part in shares if part in replies.parts}
-        sums["update"] = self.admitted(server, sums["update"])
+        sums = {"update": self.admitted(server, self.gathered(replies))}
+        if "statistics" in replies.parts:
+            sums["statistics"] = replies.sum("statistics")
         moved = {
             name: server.weights[name].add(change, alpha=shares[part])
             for part, changes in sums.items()
             for name, change in changes.items()
         }
         return replace(server, weights={**server.weights, **moved})
+
+    def gathered(self, replies: Replies) -> dict[str, Tensor]:
+        """What the clients' weighted updates come to; FedAvg sums them."""
+        return replies.sum("update")
 
     def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the server lets through of the clients' summed update."""

@@ -59,7 +59,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str,
         x_label,
         y_label,
         tuple((_across(x, x_range), f"{x:g}") for x in x_ticks),
-        tuple((_up(y, y_ticks), f"{y:g}") for y in y_ticks),
+        tuple((_up(y, y_ticks), _minus(f"{y:g}")) for y in y_ticks),
         tuple(_curve(line, x_range, y_ticks) for line in series),
     )
 

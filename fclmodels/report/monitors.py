@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from fclmodels.report.bounds import ALL_CLIENTS, PLAIN_SGD, uncovered
-from fclmodels.report.charts import Chart, Series, line_chart
+from fclmodels.report.charts import Chart, Series, line_chart, ticks_above, ticks_around
 from fclmodels.report.matrices import cells
 from fclmodels.report.progress import PERCENT, boundaries, drift
 from fclmodels.report.runs import Group
@@ -25,28 +25,61 @@ def monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         "runs": [(index, count) for index, count in enumerate(watched) if count],
         "used": [_chart(groups, "used_share", None), *shares] if shares else [],
         "gradients": [chart for name in ("rho", "beta") if (chart := _chart(groups, name, None)).curves],
+        "conflicts": [chart for name in CONFLICTS if (chart := _chart(groups, name, None)).curves],
         "boundaries": boundaries(groups),
         "drift": drift(groups),
         "bounds": [(index, _bounds(group)) for index, group in enumerate(groups) if _runs(group, "theorem_bound")],
     }
 
 
-TITLES = {"used_share": "Mean over layers", "rho": "ρ, the task being learned", "beta": "β, mean over earlier tasks"}
-LABELS = {"used_share": "r / d, %", "rho": "energy left, %", "beta": "length left, %"}
+CONFLICTS = {
+    "cosine_clients": "Between clients, mean",
+    "negative_clients": "Between clients, in conflict",
+    "divergence": "Between clients, divergence",
+    "cosine_tasks": "Between a client’s tasks, mean",
+    "negative_tasks": "Between a client’s tasks, in conflict",
+}
+TITLES = CONFLICTS | {
+    "used_share": "Mean over layers",
+    "rho": "ρ, the task being learned",
+    "beta": "β, mean over earlier tasks",
+}
+LABELS = {
+    "used_share": "r / d, %",
+    "rho": "energy left, %",
+    "beta": "length left, %",
+    "cosine_clients": "cosine, %",
+    "negative_clients": "pairs, %",
+    "divergence": "lengths of the mean",
+    "cosine_tasks": "cosine, %",
+    "negative_tasks": "pairs, %",
+}
 
 
 def _chart(groups: Sequence[Group], monitor: str, layer: str | None) -> Chart:
-    lines = [_line(index, group, monitor, layer) for index, group in enumerate(groups) if _runs(group, monitor)]
-    return line_chart(layer or TITLES[monitor], [line for line in lines if line.x], "task", LABELS[monitor], PERCENT)
+    found = [_line(index, group, monitor, layer) for index, group in enumerate(groups) if _runs(group, monitor)]
+    lines = [line for line in found if line.x]
+    return line_chart(layer or TITLES[monitor], lines, "task", LABELS[monitor], _ticks(monitor, lines))
+
+
+def _ticks(monitor: str, lines: Sequence[Series]) -> Sequence[float]:
+    """Shares reach from 0 to 100; cosines may be below 0 and divergences above 1, as far as was seen."""
+    points = [(m, s) for line in lines for m, s in zip(line.mean, line.std, strict=True) if m is not None]
+    if monitor in ("cosine_clients", "cosine_tasks"):
+        return ticks_around([(0.0, None), *points])
+    if monitor == "divergence":
+        return ticks_above(max((mean + (std or 0) for mean, std in points), default=0))
+    return PERCENT
 
 
 def _line(index: int, group: Group, monitor: str, layer: str | None) -> Series:
-    """By task, in percent: in each run the mean over rounds, and over the tasks that it is about."""
+    """By task, shares and cosines in percent: in each run the mean over rounds, and over the tasks it is about."""
+    scale = 1 if monitor == "divergence" else 100
     of_runs = [
         run.filter(pl.col("layer").eq_missing(pl.lit(layer))).group_by("task").agg(pl.col("value").sort().mean())
         for run in _runs(group, monitor)
     ]
-    together = pl.concat(of_runs).group_by("task").agg(pl.col("value").sort() * 100).sort("task")
+    together = pl.concat(of_runs).group_by("task").agg(pl.col("value").sort() * scale).sort("task")
     values = [spread(values) for values in together["value"].to_list()]
     tasks = (together["task"] + 1).to_list()
     return Series(index, group.label, tasks, [mean for mean, _ in values], [std for _, std in values])

@@ -34,6 +34,8 @@ METHODS = [
     "special-c",
     "ema",
     "prox-anchor",
+    "fedomg",
+    "stamp",
 ]
 PERSONAL = ("model.backbone=resnet18", "methods.fedavg.batch_norm=local")
 ALL = ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1", "conclude 1", "evaluate 2"]

@@ -697,6 +697,31 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     assert re.findall(r"<span>(\w+)</span></span> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
 
 
+def test_conflicts_between_gradients_are_shown_below_zero_and_above_one(tmp_path, folders):
+    of_seeds = [
+        [row("cosine_clients", 1, cosine, round) for round, cosine in ((0, -0.5), (5, 0.1))]
+        + [row("negative_clients", 1, share, 0), row("divergence", 1, 2.5, 0), row("divergence", 2, 4.5, 0)]
+        for share in (0.25, 0.75)
+    ]
+    watched = [monitored(tmp_path / f"fot-{seed}", "fot", seed, rows) for seed, rows in enumerate(of_seeds)]
+    text = page([*folders[3:6], *watched])
+    Tables(text)
+    # Each run's mean over its rounds; cosines and shares in percent, divergence in lengths of the mean.
+    for point in ("fot, 2: −20.0 ± 0.0", "fot, 2: 50.0 ± 35.4", "fot, 2: 2.5 ± 0.0", "fot, 3: 4.5 ± 0.0"):
+        assert f"<title>{point}</title>" in text
+    shown = text.partition("<h3>Conflicts between gradients</h3>")[2].partition("</div>")[0]
+    assert "An oracle of the simulation" in shown
+    assert re.findall(r'aria-label="([^"]+): [^"]+ against task"', shown) == [
+        "Between clients, mean",
+        "Between clients, in conflict",
+        "Between clients, divergence",
+    ]  # nothing was seen of tasks
+    cosine, share, divergence = (re.findall(r'text-anchor="end">([^<]+)<', part) for part in shown.split("<svg")[1:])
+    assert (cosine[0], cosine[-1]) == ("−20", "0")
+    assert (share[0], share[-1]) == ("0", "100")
+    assert (divergence[0], divergence[-1]) == ("0", "5")
+
+
 def test_what_was_seen_round_by_round_is_shown_with_its_bound(tmp_path, folders):
     rows = [row("accuracy", task, 0.5, 5, about) for task in range(3) for about in (*range(task + 1), None)]
     rows += [row("drift", task, task / 2, 5) for task in (1, 2)] + [row("drift_bound", 2, 8, 5)]

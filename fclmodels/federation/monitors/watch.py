@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from fclmodels.federation.log import Log
+from fclmodels.federation.monitors.conflicts import Conflicts
 from fclmodels.federation.monitors.gradients import Oracle
 from fclmodels.federation.monitors.progress import Accuracy, Drift
 from fclmodels.federation.monitors.rows import Monitor, table
@@ -27,6 +28,8 @@ class Watch:
             self.monitors.append(Accuracy(method, task, log))
         if on.drift:
             self.monitors.append(Drift(method, task, log, start))
+        if on.conflicts:
+            self.monitors.append(Conflicts(method, task, log))
 
     def look(self, before: Server, after: Server, round: int) -> None:
         for monitor in self.monitors:

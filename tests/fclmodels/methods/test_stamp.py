@@ -1,0 +1,346 @@
+"""STAMP on a client: single steps and rounds against gradients and displacements that are worked out here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fclmodels import state
+from fclmodels.data.batches import Batch
+from fclmodels.data.splits import Rows, Splits
+from fclmodels.errors import UserError
+from fclmodels.federation.client import Client
+from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.server import Server
+from fclmodels.listener import Listener
+from fclmodels.methods.base import Memory
+from fclmodels.methods.episodic import keeping
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.fedomg import FedOMG
+from fclmodels.methods.stamp import Stamp
+from fclmodels.numerics.alignment import alignment, exact
+from fclmodels.numerics.protonet import prototype_loss
+
+# One step a round, and coresets that are drawn whole: what a draw would choose is no matter.
+ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
+# Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third.
+UNEVEN = {(0, 0): 1, (1, 0): 1, (2, 0): 1, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 2): 4, (1, 3): 6, (0, 3): 3, (3, 0): 1}
+HARD = (
+    "methods.stamp.budget=2",
+    "augment.flip=true",
+    "optimizer.momentum=0.9",
+    "federation.clients_per_round=2",
+    "federation.checkpoint_seconds=0",
+)
+PLAIN = {"protonet": 0, "temporal": "none"}
+Named = dict[str, np.ndarray]
+
+
+def third_task(method: Any) -> Server:
+    server = method.setup()
+    for task in range(3):
+        server = method.start_task(server, task)
+    return server
+
+
+def coreset_of(method: Any, sizes: tuple[int, ...] = (4, 3)) -> tuple[Rows, Memory]:
+    """So many samples of each earlier task, and prototypes of their classes."""
+    rows = Rows.concatenate([method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)])
+    means = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).abs()
+    prototypes = {"labels": torch.arange(4, dtype=torch.int32), "means": means}
+    return rows, {**keeping(method.run.batches.raw(rows)), "seen": {}, "prototypes": prototypes}
+
+
+def update_of(method: Any, client: Client) -> Named:
+    update = method.train(client, method.payload(third_task(method)))[0].parts["update"].tensors
+    return {name: tensor.double().numpy() / client.weight for name, tensor in update.items()}
+
+
+def ga(vectors: list[Named], names: set[str]) -> Named:
+    """Of the vectors at their mean norm, kappa 0.5, over 1.5; a name that a vector lacks counts as zeros."""
+    shapes = {name: v[name].shape for v in vectors for name in sorted(v) if name in names}
+    V = np.stack([np.concatenate([v.get(n, np.zeros(s)).ravel() for n, s in shapes.items()]) for v in vectors])
+    norms = np.linalg.norm(V, axis=1, keepdims=True)
+    V = torch.from_numpy(V * norms.mean() / np.where(norms > 0, norms, 1))
+    found = (V.T @ alignment(V @ V.T, exact(V @ V.T, 0.5), 0.5)).numpy() / 1.5
+    pieces = np.split(found, np.cumsum([int(np.prod(s)) for s in shapes.values()])[:-1])
+    return {name: piece.reshape(s) for (name, s), piece in zip(shapes.items(), pieces, strict=True)}
+
+
+def length(gradients: Named) -> float:
+    """Of what is the head's."""
+    return sum(float((g**2).sum()) for name, g in gradients.items() if name.startswith("heads.")) ** 0.5
+
+
+def gradient_of(loss: Tensor, network: torch.nn.Module) -> Named:
+    names, parameters = zip(*network.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {name: g.double().numpy() for name, g in zip(names, found, strict=True) if g is not None}
+
+
+def loss_of(network: Any, batch: Batch, task: int, protonet: float, memory: Memory) -> Tensor:
+    """Cross entropy over all classes, or in the task's own head, and eq. 7."""
+    features = network.backbone(batch.inputs)
+    if network.spec.head == "growing":
+        loss = cross_entropy(network.logits(features), batch.labels)
+    else:
+        loss = cross_entropy(network.logits(features, task), batch.labels - 2 * task)
+    known = memory["prototypes"]
+    return loss + protonet * prototype_loss(features, batch.labels, known["means"], known["labels"])
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+@pytest.mark.parametrize("protonet", [0.0, 0.5])
+def test_a_step_goes_down_the_alignment_of_tasks_gradients(
+    head: str, protonet: float, method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """Of the batch's and of each past task's coreset; a head that past tasks do not reach keeps its own gradient."""
+    method = method_of(Stamp, *ONE_STEP, splits=splits_of(tasks=3, head=head), protonet=protonet)
+    server = third_task(method)
+    rows, memory = coreset_of(method)
+    client = client_of(method, 0, 2, memory=memory)
+    update = update_of(method, client)
+    network = method.networks.load(server.spec, server.weights)
+    gradients = []
+    for task in (2, 0, 1):
+        own = client.rows if task == 2 else rows.take(np.flatnonzero(rows.tasks == task))
+        (batch,) = method.run.batches.ordered(own, 64)
+        gradients.append(gradient_of(loss_of(network, batch, task, protonet, memory), network))
+    past = gradients[1].keys() | gradients[2].keys()
+    expected = gradients[0] | ga(gradients, set(past))
+    assert update.keys() == expected.keys() == server.weights.keys()
+    for name, gradient in expected.items():
+        assert_allclose(update[name], -0.1 * gradient, atol=2e-6)
+    assert (set(expected) - past) == ({"heads.2.weight", "heads.2.bias"} if head == "per-task" else set())
+    assert any(np.abs(expected[name] - g).max() > 0.01 for name, g in gradients[0].items() if name in past)
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+def test_a_step_by_prototypes_bends_the_head_only(
+    head: str, method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """Eq. 3: cross entropy of each past task's prototypes has a gradient in the head; the rest is as without.
+
+    It is brought to the length of the current one there.
+    """
+    splits = splits_of(tasks=3, head=head)
+    method = method_of(Stamp, *ONE_STEP, splits=splits, tasks_from="prototypes", protonet=0.2)
+    server = third_task(method)
+    _, memory = coreset_of(method)
+    client = client_of(method, 0, 2, memory=memory)
+    update = update_of(method, client)
+    plain = update_of(method_of(Stamp, *ONE_STEP, splits=splits, temporal="none", protonet=0.2), client)
+    network = method.networks.load(server.spec, server.weights)
+    gradients = [{name: moved / -0.1 for name, moved in plain.items() if np.abs(moved).max() > 0}]
+    for task in (0, 1):
+        mine = slice(2 * task, 2 * task + 2)
+        features = memory["prototypes"]["means"][mine]
+        logits = network.logits(features, None if head == "growing" else task)
+        labels = torch.tensor([0, 1]) + (2 * task if head == "growing" else 0)
+        found = gradient_of(cross_entropy(logits, labels), network)
+        long = length(gradients[0]) / length(found)
+        gradients.append({name: long * g for name, g in found.items()})
+    bent = ga(gradients, set(gradients[1]) | set(gradients[2]))
+    assert all(name.startswith("heads.") for name in bent)
+    for name, moved in update.items():
+        if name in bent:
+            assert_allclose(moved, -0.1 * bent[name], atol=2e-6)
+            assert np.abs(moved - plain[name]).max() > 1e-5
+        else:
+            assert np.array_equal(moved, plain[name])
+
+
+@pytest.mark.parametrize("protonet", [0.0, 0.5])
+def test_a_round_goes_along_the_alignment_of_tasks_displacements(
+    protonet: float, method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """The task's six steps of 3 or 2 samples, and six with each coreset of 3 or 2, by FedAvg from the same start."""
+    overrides = ("federation.batch_size=3", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01")
+    splits = splits_of(tasks=3)
+    method = method_of(
+        Stamp, *overrides, "federation.local_epochs=2", splits=splits, temporal="round", protonet=protonet
+    )
+    rows, memory = coreset_of(method, (3, 2))
+    client = client_of(method, 0, 2, memory=memory)
+    update = update_of(method, client)
+
+    class OneTask(FedAvg):
+        def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+            return loss_of(training.network, batch, int(batch.tasks[0]), protonet, memory)
+
+    displacements = []
+    for task, epochs in ((2, 2), (0, 6), (1, 6)):
+        alone = method_of(OneTask, *overrides, f"federation.local_epochs={epochs}", splits=splits)
+        own = client.rows if task == 2 else rows.take(np.flatnonzero(rows.tasks == task))
+        server = third_task(alone)
+        network = alone.networks.load(server.spec, server.weights)
+        training = LocalTraining(alone, Client(0, 2, 0, alone.run, own, {}), network, server.weights)
+        training.run()
+        displacements.append({name: tensor.double().numpy() for name, tensor in training.update().items()})
+    expected = ga(displacements, set(update))
+    assert update.keys() == expected.keys()
+    for name, displacement in expected.items():
+        assert_allclose(update[name], displacement, atol=1e-5)
+    assert any(np.abs(expected[name] - d).max() > 0.01 for name, d in displacements[0].items())
+
+
+@pytest.mark.parametrize("temporal", ["step", "round"])
+def test_tasks_that_agree_change_nothing(
+    temporal: str, method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """Where the coreset holds the very samples of the task: GA of equal vectors, over 1 + kappa."""
+    overrides, splits = ("federation.batch_size=8", "federation.local_epochs=4"), splits_of(tasks=3)
+    updates = []
+    for way in (temporal, "none"):
+        method = method_of(Stamp, *overrides, splits=splits, temporal=way, protonet=0)
+        _, memory = coreset_of(method)
+        client = client_of(method, 0, 2, memory=memory | keeping(method.run.batches.raw(method.rows(2, 0))))
+        updates.append(update_of(method, client))
+    for name, moved in updates[1].items():
+        assert_allclose(updates[0][name], moved, atol=1e-5)
+
+
+def test_a_round_leaves_running_statistics_to_the_current_task(
+    method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """To the bit those of its training alone, whatever past tasks' steps have seen."""
+    moved = []
+    for temporal in ("round", "none"):
+        method = method_of(Stamp, "model.backbone=resnet18", splits=splits_of(tasks=3), temporal=temporal)
+        _, memory = coreset_of(method)
+        memory["prototypes"]["means"] = torch.ones(4, 16)
+        reply, _ = method.train(client_of(method, 0, 2, memory=memory), method.payload(third_task(method)))
+        moved.append({name: reply.parts[name].tensors for name in ("update", "statistics")})
+    assert all(torch.equal(moved[0]["statistics"][name], t) for name, t in moved[1]["statistics"].items())
+    assert moved[1]["statistics"]["backbone.bn1.running_mean"].any()
+    assert state.digest(moved[0]["update"]) != state.digest(moved[1]["update"])
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+@pytest.mark.parametrize("temporal", ["step", "round"])
+def test_a_client_that_joins_trains_as_one_without_a_past(
+    head: str, temporal: str, method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """As in FedAvg to the bit, weight decay included; the old tasks' own heads stay where they are."""
+    method = method_of(
+        Stamp, "optimizer.weight_decay=0.1", splits=splits_of(tasks=3, head=head), temporal=temporal, protonet=0
+    )
+    plain = method_of(FedAvg, "optimizer.weight_decay=0.1", splits=splits_of(tasks=3, head=head))
+    mine, fedavgs = (update_of(one, client_of(one, 2, 2)) for one in (method, plain))
+    assert all(np.array_equal(mine[name], fedavgs[name]) for name in fedavgs)
+    assert not any(mine[name].any() for name in mine.keys() - fedavgs.keys())
+
+
+def digest_of(method: Any, federate: Callable, tasks: int | None = None) -> str:
+    return state.digest(federate(method, tasks).weights)
+
+
+def test_without_coresets_it_is_the_alignment_on_the_server(method_of: Callable, federate: Callable) -> None:
+    """To the bit: in the first task, and in all tasks where nothing is aligned on clients."""
+    for settings, tasks in (({"protonet": 0}, 1), ({"protonet": 0, "temporal": "round"}, 1), (PLAIN, 2)):
+        assert digest_of(method_of(Stamp, **settings), federate, tasks) == digest_of(method_of(FedOMG), federate, tasks)
+    nothing = method_of(Stamp, **PLAIN, spatio=False)
+    assert digest_of(nothing, federate) == digest_of(method_of(FedAvg), federate)
+    assert digest_of(method_of(Stamp), federate, 1) != digest_of(method_of(FedOMG), federate, 1)
+
+
+def test_the_ablations_are_methods_of_their_own(
+    method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """Table 2: (1) on the server, (2) between tasks, (3) coreset and prototypical network; and the other variants."""
+    without_3 = {"selection": "random", "protonet": 0}
+    variants: dict[str, dict[str, Any]] = {
+        "(1)": {"temporal": "none", **without_3},
+        "(2)": {"spatio": False, **without_3},
+        "(1)+(2)": without_3,
+        "(1)+(3)": {"temporal": "none"},
+        "(2)+(3)": {"spatio": False},
+        "all": {},
+        "by round": {"temporal": "round"},
+        "prototypes": {"tasks_from": "prototypes"},
+        "layerwise": {"layerwise": True},
+        "descent": {"solver": "descent"},
+        "no network": {"protonet": 0},
+    }
+    splits, few = splits_of(clients=3), "federation.rounds=1"
+    digests = {
+        name: digest_of(method_of(Stamp, few, splits=splits, budget=2, **own), federate)
+        for name, own in variants.items()
+    }
+    assert len(set(digests.values())) == len(variants)
+
+
+@pytest.mark.parametrize("temporal", ["step", "round"])
+def test_old_tasks_are_forgotten_less(
+    temporal: str, method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """Loss of earlier tasks' train rows at the end, as a share of FedAvg's; 2 samples a class and client."""
+    losses = []
+    for kind, settings in ((FedAvg, {}), (Stamp, {"budget": 2, "temporal": temporal})):
+        method = method_of(kind, "federation.rounds=8", splits=splits_of(tasks=3, clients=2), **settings)
+        server = federate(method)
+        network = method.networks.load(server.spec, server.weights).eval()
+        rows = Rows.concatenate([method.rows(task, client) for task in (0, 1) for client in range(2)])
+        (batch,) = method.run.batches.ordered(rows, 1000)
+        losses.append(cross_entropy(network(batch.inputs), batch.labels).item())
+    assert losses[1] < 0.75 * losses[0]
+
+
+# The engine
+
+
+class Stop(Listener):
+    """Ends a run in the middle of a round."""
+
+    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+        if (task, round, done) == (2, 1, 1):
+            raise KeyboardInterrupt
+
+
+STAMP = "methods.stamp"
+ROUND = ("model.backbone=resnet18", f"{STAMP}.temporal=round", f"{STAMP}.selection=random", f"{STAMP}.batch_norm=local")
+VARIANTS = [
+    pytest.param((f"{STAMP}.layerwise=true",), marks=pytest.mark.slow),
+    pytest.param(ROUND, marks=pytest.mark.slow),
+    pytest.param((f"{STAMP}.tasks_from=prototypes", f"{STAMP}.solver=descent"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_interruption_and_workers_change_no_bit(
+    variant: tuple[str, ...], experiment_of: Callable, splits_of: Callable, remains: Callable, tmp_path: Path
+) -> None:
+    """With clients that miss tasks, that join late and that have a single sample; two of them a round."""
+    hard = (*HARD, *variant)
+    splits, home = splits_of(tasks=4, train=UNEVEN), tmp_path / "home"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        experiment_of(*hard, method="stamp", splits=splits, home=home, listener=Stop()) as experiment,
+    ):
+        experiment.run(tmp_path / "again")
+    workers = ("federation.executor=processes", "federation.workers=2")
+    experiment_of(*hard, *workers, method="stamp", splits=splits, home=home).run(tmp_path / "again")
+    experiment_of(*hard, method="stamp", splits=splits).run(tmp_path / "plain")
+    assert remains(tmp_path / "again") == remains(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused", "accepted"),
+    [
+        (("solver_rounds=7",), "solver_rounds needs solver: descent", "solver=descent"),
+        (("temporal=round", "tasks_from=prototypes"), "tasks_from: prototypes gives gradients, not", "temporal=step"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(
+    settings: tuple[str, ...], refused: str, accepted: str, params_of: Callable
+) -> None:
+    own = [f"methods.stamp.{setting}" for setting in settings]
+    with pytest.raises(UserError, match=rf"methods\.stamp: {refused}"):
+        params_of(*own)
+    params_of(*own, f"methods.stamp.{accepted}")
