@@ -91,6 +91,8 @@ class Stamp(Coreset):
     def across_tasks(self, vectors: list[Gradients]) -> Gradients:
         """GA of tasks' vectors, over the names that past tasks' have; what one lacks counts as zeros."""
         names = {name: g for vector in vectors[1:] for name, g in vector.items()}
+        if not names:  # past tasks whose loss is 0 to the bit move nothing
+            return {}
         whole = [{n: vector.get(n, torch.zeros_like(g)) for n, g in names.items()} for vector in vectors]
         return aligned(whole, self.groups(list(names)), self.weights)
 
