@@ -25,7 +25,7 @@ from fclmodels.experiment import SERVER_THREADS
 from fclmodels.federation import malloc
 from fclmodels.numerics.alignment import by_descent, columns, combined, exact, gram, objective
 
-# The tensors of ResNet-18 by size: 11.2 million numbers.
+# The tensors of ResNet-18 by size: 11 million numbers.
 SHAPES = {
     "conv1.weight": (64, 3, 7, 7),
     **{f"layer1.{i}.weight": (64, 64, 3, 3) for i in range(4)},

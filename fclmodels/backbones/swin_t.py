@@ -36,12 +36,8 @@ class SwinTNet(FeatureNet):
         self.stages, self.norm = network.features, network.norm
 
     def own_names(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """torchvision calls the stages features, and has a head."""
-        return {
-            name.replace("features.", "stages.", 1): tensor
-            for name, tensor in read.items()
-            if not name.startswith("head.")
-        }
+        """torchvision calls the stages features."""
+        return {name.replace("features.", "stages.", 1): tensor for name, tensor in read.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         features: Tensor = self.norm(self.stages(x)).mean((1, 2))

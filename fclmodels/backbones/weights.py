@@ -12,7 +12,7 @@ from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.norms import counter_names
 from fclmodels.errors import UserError
 
-HEAD_PREFIXES = ("fc.", "heads.")
+HEAD_PREFIXES = ("fc.", "head.", "heads.")
 
 
 def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) -> None:

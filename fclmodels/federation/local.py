@@ -7,6 +7,7 @@
 - `after(training)`: after each step; may change the parameters in place.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,12 @@ class LocalTraining:
     def gradients(self) -> dict[str, Tensor]:
         """After the backward pass, by name; what the loss does not reach has none."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def gradients_of(self, loss: Tensor, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Those of another loss than the step's, over all parameters or some; what it does not reach has none."""
+        over = {name: p for name, p in self.parameters.items() if names is None or name in names}
+        found = torch.autograd.grad(loss, list(over.values()), allow_unused=True)
+        return {name: g for name, g in zip(over, found, strict=True) if g is not None}
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:

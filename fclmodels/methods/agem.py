@@ -32,9 +32,7 @@ class Agem(Episodic):
         """g_ref, by name; what the drawn samples' loss does not reach has none."""
         network, replayed = training.network, training.replayed()
         features = network.backbone(replayed.inputs)
-        loss = self.cross_entropy_by_task(network, features, replayed.labels, replayed.tasks)
-        found = torch.autograd.grad(loss, list(training.parameters.values()), allow_unused=True)
-        return {name: g for name, g in zip(training.parameters, found, strict=True) if g is not None}
+        return training.gradients_of(self.cross_entropy_by_task(network, features, replayed.labels, replayed.tasks))
 
 
 @torch.no_grad()

@@ -60,10 +60,13 @@ class EpisodicTraining(LocalTraining):
         self.augmenting = client.run.batches.augmenting(self.random)
 
     def replayed(self) -> Batch:
-        """As many of the samples as a batch has, drawn without replacement; all where there are fewer."""
-        run = self.client.run
-        places = torch.randperm(len(self.samples.labels), generator=self.random)[: run.params.federation.batch_size]
-        return run.batches.of_raw(self.samples.take(places), self.augmenting)
+        return drawn(self.client, self.samples, self.random, self.augmenting)
+
+
+def drawn(client: Client, samples: Batch, random: torch.Generator, augmenting: torch.Generator) -> Batch:
+    """As many stored samples as a batch has, without replacement and ready to train on; all where there are fewer."""
+    places = torch.randperm(len(samples.labels), generator=random)[: client.run.params.federation.batch_size]
+    return client.run.batches.of_raw(samples.take(places), augmenting)
 
 
 def selected(client: Client, chosen: Tensor) -> Batch:

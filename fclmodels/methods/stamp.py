@@ -24,7 +24,7 @@ from fclmodels.federation.local import LocalTraining, make_optimiser
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.replies import Replies
 from fclmodels.methods.coreset import Coreset
-from fclmodels.methods.episodic import stored
+from fclmodels.methods.episodic import drawn, stored
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.alignment import aligned
 from fclmodels.numerics.protonet import prototype_loss
@@ -93,7 +93,7 @@ class Stamp(Coreset):
         names = {name: g for vector in vectors[1:] for name, g in vector.items()}
         if not names:  # past tasks whose loss is 0 to the bit move nothing
             return {}
-        whole = [{n: vector.get(n, torch.zeros_like(g)) for n, g in names.items()} for vector in vectors]
+        whole = [{n: vector[n] if n in vector else torch.zeros_like(g) for n, g in names.items()} for vector in vectors]
         return aligned(whole, self.groups(list(names)), self.weights)
 
 
@@ -124,9 +124,7 @@ class StampTraining(LocalTraining):
     def by_samples(self) -> Iterator[Gradients]:
         """A gradient of each past task at the present weights, by name."""
         for task in self.of_task:
-            loss = self.method.loss(self, self.drawn(task))
-            found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-            yield {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+            yield self.gradients_of(self.method.loss(self, self.drawn(task)))
 
     def by_prototypes(self) -> Iterator[Gradients]:
         """The same of the head, by the prototypes of each task's classes (eq. 3), as long as the current one there.
@@ -134,20 +132,16 @@ class StampTraining(LocalTraining):
         Prototypes are features of evaluation mode: beside batch normalisation in training mode their gradients have
         another scale, and blow up the head.
         """
-        head = {name: p for name, p in self.parameters.items() if name.startswith("heads.")}
+        head = [name for name in self.parameters if name.startswith("heads.")]
+        current = length([g for name, g in self.gradients.items() if name in head])
         means, labels = self.prototypes
         for task, samples in self.of_task.items():
             mine = torch.isin(labels, samples.labels.to(labels))
             loss = self.method.cross_entropy(self.network, means[mine], labels[mine].long(), task)
-            found = torch.autograd.grad(loss, list(head.values()), allow_unused=True)
-            named = {name: g for name, g in zip(head, found, strict=True) if g is not None}
-            yield of_length(named, length([g for name, g in self.gradients.items() if name in head]))
+            yield of_length(self.gradients_of(loss, head), current)
 
     def drawn(self, task: int) -> Batch:
-        """As many of a task's samples as a batch has, drawn without replacement; all where there are fewer."""
-        run, samples = self.client.run, self.of_task[task]
-        places = torch.randperm(len(samples.labels), generator=self.random)[: run.params.federation.batch_size]
-        return run.batches.of_raw(samples.take(places), self.augmenting)
+        return drawn(self.client, self.of_task[task], self.random, self.augmenting)
 
     # By round.
 

@@ -39,7 +39,7 @@ def aligned(
     """
     found: dict[str, Tensor] = {}
     for names in groups:
-        weights = weigh(gram(columns(vectors, names))).tolist()
+        weights = weigh(gram(columns(vectors, names)).cpu()).tolist()
         found |= {name: combined([vector[name] for vector in vectors], weights) for name in names}
     return found
 
