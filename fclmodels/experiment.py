@@ -153,6 +153,10 @@ class Experiment:
         """Write the run folder from what the steps left in the store; returns what result.json says."""
         return run_folder.publish(self, Path(folder), outcomes)
 
+    def remarks(self, concluded: Outcome) -> list[str]:
+        """What the method has to say of what it knows after a task."""
+        return self.method.remarks(self.store.get(concluded["objects"]["knowledge"]))
+
     def monitored(self, outcomes: list[Outcome]) -> pl.DataFrame | None:
         """What monitors saw in these steps of the first tasks; None where that is nothing."""
         tables = run_folder.gathered(self.store, outcomes, ("monitors", "rounds"))

@@ -73,6 +73,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         knowledge = store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None
         if state.flatten(knowledge)[1]:
             state.save(knowledge, folder / "knowledge" / f"task-{outcome['task']:02d}.safetensors")
+    concluded = [o for o in outcomes if o["stage"] == "conclude"][-1]
     origin = _preset(experiment)
     state.write_json(folder / "settings.json", {**experiment.settings, **origin})
     result = {
@@ -102,6 +103,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **_scaled(experiment),
         **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
         **_faults(experiment, tables["rounds"]),
+        **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
         **({"privacy": privacy} if (privacy := server.knowledge.get("privacy")) else {}),
     }
     state.write_json(folder / "result.json", result)

@@ -60,12 +60,17 @@ def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome
     begun = through_store(begin, run.step("begin", None, 0), label=run.label)
     state = begun["objects"]["state"]
     outcomes = [begun, through_store(evaluate, run.step("evaluate", state, 0), label=run.label, learned=0)]
+    remarks: list[str] = []
     for task in range(run.tasks):
         again = run.step("learn", state, task).done() is not None
         learned = through_store(learn, run.step("learn", state, task), label=run.label, task=task + 1)
         state = learned["objects"]["state"]
         concluded = through_store(conclude, run.step("conclude", state, task), label=run.label, task=task + 1)
         state = concluded["objects"]["state"]
+        for remark in run.remarks(concluded):
+            if remark not in remarks:
+                watcher.remark(remark)
+                remarks.append(remark)
         evaluated = through_store(evaluate, run.step("evaluate", state, task + 1), label=run.label, learned=task + 1)
         outcomes += [learned, concluded, evaluated]
         summary = so_far(run.store, outcomes, task + 1)

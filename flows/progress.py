@@ -31,6 +31,9 @@ class Silent(Listener):
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         """A task is learned and evaluated; `again`: nothing had to be done for it."""
 
+    def remark(self, text: str) -> None:
+        """What the method has to say after a task."""
+
 
 class Lines(Silent):
     """One line a task, and one every few seconds within it."""
@@ -50,6 +53,9 @@ class Lines(Silent):
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         known = " (known from before)" if again else ""
         self.say(f"task {task + 1} of {len(self.rounds)} learned, {accuracy_in(summary)}{known}")
+
+    def remark(self, text: str) -> None:
+        self.say(text)
 
     def say(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True)
@@ -93,6 +99,9 @@ class Bars(Silent):
 
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         self.show(sum(self.rounds[: task + 1]), task, accuracy=accuracy_in(summary))
+
+    def remark(self, text: str) -> None:
+        self.bars.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True)
 
     def show(self, done: int, task: int, **notes: str) -> None:
         self.notes |= notes

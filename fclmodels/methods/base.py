@@ -48,6 +48,10 @@ class Method:
         """What a person should know of these settings before a run."""
         return []
 
+    def remarks(self, knowledge: Tree) -> list[str]:
+        """What a person should know of what the server knows after a task; a line stays as it is in later tasks."""
+        return []
+
     # On the server.
 
     def setup(self) -> Server:

@@ -50,9 +50,13 @@ class Stamp(Coreset):
         protonet: float = Field(0.1, ge=0, description="weight of the prototypical network's loss (eq. 7); 0: without")
 
         @model_validator(mode="after")
-        def _prototypes_have_gradients_only(self) -> "Stamp.Settings":
-            if (self.temporal, self.tasks_from) == ("round", "prototypes"):
-                raise ValueError("tasks_from: prototypes gives gradients, not displacements: use temporal: step.")
+        def _something_is_aligned(self) -> "Stamp.Settings":
+            if self.temporal != "step" and self.tasks_from == "prototypes":
+                raise ValueError(
+                    "tasks_from: prototypes gives gradients, for the alignment of steps: use temporal: step."
+                )
+            if self.temporal == "none" and not self.spatio:
+                raise ValueError("spatio: false and temporal: none leave nothing to align. Use method fedavg.")
             return self
 
     settings: Settings

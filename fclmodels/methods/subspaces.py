@@ -24,6 +24,8 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.subspace import union
 
 Bases = dict[str, Tensor]
+# The share of a layer's input space beyond which its basis counts as full.
+FULL = 0.99
 
 
 class Subspaces(FedAvg):
@@ -154,6 +156,18 @@ class Subspaces(FedAvg):
     def extended(self, server: Server, directions: Bases, **facts: Any) -> Server:
         """The server whose bases cover these directions {layer: [d, k]} too; facts join its knowledge."""
         return self.with_bases(server, union(server.knowledge["bases"], directions), **facts)
+
+    def remarks(self, knowledge: Any) -> list[str]:
+        """From which task on most layers are full."""
+        widths = {name: basis.shape[0] for name, basis in knowledge["bases"].items()}
+        full = {name: [rank >= FULL * widths[name] for rank in ranks] for name, ranks in knowledge["ranks"].items()}
+        for task, filled in enumerate(map(sum, zip(*full.values(), strict=True)), 1):
+            if 2 * filled > len(widths):
+                return [
+                    f"after task {task} the bases fill {filled} of {len(widths)} protected layers: nothing more is "
+                    f"learned in these. A lower methods.{self.name}.threshold ({self.settings.threshold:g}) leaves room"
+                ]
+        return []
 
     def with_bases(self, server: Server, bases: Bases, **facts: Any) -> Server:
         """The server after a task that ended with these bases."""

@@ -136,7 +136,8 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     changed = [name for name in names if len({str(of.get(name)) for of in versions}) > 1]
     if changed:
         notes.append(f"The runs were made with different versions of {', '.join(changed)}.")
-    return notes + presets.shrunk(groups)
+    remarks = [f"{group.label}: {remark}." for group in groups for remark in group.runs[0].result.remarks]
+    return [*notes, *presets.shrunk(groups), *remarks]
 
 
 def _table(comparison: pl.DataFrame, groups: Sequence[Group], reading: str) -> dict[str, Any]:

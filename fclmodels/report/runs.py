@@ -101,6 +101,7 @@ class Result(BaseModel):
     rounds_to_best: int | None = None
     faults: dict[str, int] | None = None
     privacy: Privacy | None = None
+    remarks: list[str] = []
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,12 @@ def by_batch(names: Iterable[str], size: str) -> str | None:
 def notes(result: Mapping[str, Any]) -> list[str]:
     """What must stand beside the numbers of one run's result.json."""
     batches = by_batch(result["metrics"], str(result["settings"]["evaluation"]["batch_size"]))
-    return [*filter(None, [batches]), *([privacy(**result["privacy"])] if "privacy" in result else [])]
+    remarks = [f"{remark[0].upper()}{remark[1:]}." for remark in result.get("remarks", ())]
+    return [
+        *filter(None, [batches]),
+        *([privacy(**result["privacy"])] if "privacy" in result else []),
+        *remarks,
+    ]
 
 
 def privacy(epsilon: float, delta: float, covers: str, **_: Any) -> str:

@@ -547,6 +547,13 @@ def test_page_of_one_seed_shows_n_and_no_deviation(folders):
     assert 'class="best"' not in one
 
 
+def test_page_tells_what_a_method_remarks(tmp_path):
+    told = write_run(tmp_path / "fot-0", "fot", tasks=2, remarks=["the bases fill 3 of 4 protected layers"])
+    silent = write_run(tmp_path / "fedavg-0", "fedavg", tasks=2)
+    assert page([told, silent]).count("fot: the bases fill 3 of 4 protected layers.") == 1
+    assert "bases fill" not in page([silent])
+
+
 def test_the_best_is_bold_but_never_a_reference(folders, text):
     table = comparison(folders).filter(pl.col("reading") == "task_aware")
     bold = re.findall(r'<td class="best">([0-9.]+)<', text)

@@ -174,6 +174,23 @@ def test_what_a_method_advises_is_told_before_its_first_round(
     assert "98%" not in capsys.readouterr().err
 
 
+def test_what_a_method_remarks_is_told_once_and_kept_with_the_result(
+    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the task that it is true of; from then on beside the figures, where quiet is asked for too."""
+    full = ["run", "-m", "fedprotip", "--set", "methods.fedprotip.threshold=1.0"]
+    assert fcl(*full) == 0
+    told = capsys.readouterr().err.splitlines()
+    found = [number for number, line in enumerate(told) if line.startswith("fedprotip-0: after task 1 the bases fill")]
+    learned = [number for number, line in enumerate(told) if "learned, accuracy" in line]
+    assert len(found) == 1
+    assert found[0] < learned[0]
+    (kept,) = json.loads(Path("runs/fedprotip-0/result.json").read_text())["remarks"]
+    assert told[found[0]] == f"fedprotip-0: {kept}"
+    assert fcl(*full, "-q") == 0
+    assert f"{kept[0].upper()}{kept[1:]}." in capsys.readouterr().err
+
+
 def test_other_data_are_made_for_the_run_and_data_splits_stay(
     fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

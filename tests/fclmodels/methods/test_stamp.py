@@ -245,8 +245,8 @@ def test_without_coresets_it_is_the_alignment_on_the_server(method_of: Callable,
     """To the bit: in the first task, and in all tasks where nothing is aligned on clients."""
     for settings, tasks in (({"protonet": 0}, 1), ({"protonet": 0, "temporal": "round"}, 1), (PLAIN, 2)):
         assert digest_of(method_of(Stamp, **settings), federate, tasks) == digest_of(method_of(FedOMG), federate, tasks)
-    nothing = method_of(Stamp, **PLAIN, spatio=False)
-    assert digest_of(nothing, federate) == digest_of(method_of(FedAvg), federate)
+    on_clients = method_of(Stamp, protonet=0, spatio=False)
+    assert digest_of(on_clients, federate, 1) == digest_of(method_of(FedAvg), federate, 1)
     assert digest_of(method_of(Stamp), federate, 1) != digest_of(method_of(FedOMG), federate, 1)
 
 
@@ -334,7 +334,9 @@ def test_interruption_and_workers_change_no_bit(
     ("settings", "refused", "accepted"),
     [
         (("solver_rounds=7",), "solver_rounds needs solver: descent", "solver=descent"),
-        (("temporal=round", "tasks_from=prototypes"), "tasks_from: prototypes gives gradients, not", "temporal=step"),
+        (("temporal=round", "tasks_from=prototypes"), "tasks_from: prototypes gives gradients, for", "temporal=step"),
+        (("temporal=none", "tasks_from=prototypes"), "tasks_from: prototypes gives gradients, for", "temporal=step"),
+        (("temporal=none", "spatio=false"), "spatio: false and temporal: none leave nothing to align", "spatio=true"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(
