@@ -5,19 +5,20 @@
 gram: the Gram matrix in chunks from the spooled files, against torch.mm on the stacked matrix, and how far each is from
 double precision. combine: the weighted sum, against the same product. solve: the exact minimiser and the papers'
 descent, on ten Gram matrices of clustered, conflicting vectors of very different norms. memory: the peak of anonymous
-memory during gram and combine, in models, which the mapped files are not. One thread, as the server has.
+memory during gram and combine, each in a process of its own, in models, which the mapped files are not. One thread, as
+the server has.
 """
 
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from extraction import Peak, alone
 from torch import Tensor
 
 from fclmodels import state
@@ -49,37 +50,36 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(taken[1:])
 
 
-def spooled(n: int, folder: Path) -> list[dict[str, Tensor]]:
-    """Displacements that share a direction more or less, read back as the server reads them."""
+def spool(n: int, folder: Path) -> None:
+    """Displacements that share a direction more or less."""
     random = torch.Generator().manual_seed(n)
     common = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
     for client in range(n):
         noise = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
         state.save({name: 1e-3 * (common[name] + 2 * noise[name]) for name in SHAPES}, folder / f"{client}.safetensors")
+
+
+def read(folder: Path, n: int) -> list[dict[str, Tensor]]:
+    """As the server reads them."""
     return [state.load(folder / f"{client}.safetensors") for client in range(n)]
 
 
-def anonymous() -> int:
-    """Bytes of this process that are no file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+def gram_of_spool(vectors: list[dict[str, Tensor]]) -> Tensor:
+    return gram(columns(vectors, list(SHAPES)))
 
 
-def peak(work: Callable[[], object]) -> int:
-    """By how much anonymous memory grows at most while it works."""
-    before, highest, over = anonymous(), 0, threading.Event()
+def sum_of_spool(vectors: list[dict[str, Tensor]]) -> list[Tensor]:
+    weights = torch.rand(len(vectors), dtype=torch.float64).tolist()
+    return [combined([vector[name] for vector in vectors], weights) for name in SHAPES]
 
-    def watch() -> None:
-        nonlocal highest
-        while not over.wait(0.002):
-            highest = max(highest, anonymous())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    work()
-    over.set()
-    watcher.join()
-    return highest - before
+def memory(work: Callable[[list[dict[str, Tensor]]], object], folder: Path, n: int) -> int:
+    """The most MB that work on the spooled displacements takes."""
+    torch.set_num_threads(SERVER_THREADS)
+    vectors = read(folder, n)
+    with Peak() as peak:
+        work(vectors)
+    return peak.above
 
 
 def hard(n: int, seed: int) -> Tensor:
@@ -93,26 +93,17 @@ def hard(n: int, seed: int) -> Tensor:
 
 def measure(n: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        vectors = spooled(n, Path(folder))
-        names, weights = list(SHAPES), torch.rand(n, dtype=torch.float64)
-
-        def combine() -> list[Tensor]:
-            return [combined([vector[name] for vector in vectors], weights.tolist()) for name in names]
-
+        spool(n, Path(folder))
+        vectors, weights = read(Path(folder), n), torch.rand(n)
         size = sum(t.numel() for t in vectors[0].values())
-        models = {
-            "gram": peak(lambda: gram(columns(vectors, names))) / (4 * size),
-            "combine": peak(combine) / (4 * size),
-        }
-        ours, summed = seconds(lambda: gram(columns(vectors, names)), repeats), seconds(combine, repeats)
-        stacked = torch.stack([torch.cat([vector[name].flatten() for name in names]) for vector in vectors])
-        plain, product = (
-            seconds(lambda: stacked @ stacked.T, repeats),
-            seconds(lambda: weights.float() @ stacked, repeats),
-        )
+        works = {"gram": gram_of_spool, "combine": sum_of_spool}
+        models = {name: alone(memory, work, Path(folder), n) * 2**20 / (4 * size) for name, work in works.items()}
+        ours, summed = (seconds(partial(work, vectors), repeats) for work in works.values())
+        stacked = torch.stack([torch.cat([vector[name].flatten() for name in SHAPES]) for vector in vectors])
+        plain, product = (seconds(lambda: stacked @ stacked.T, repeats), seconds(lambda: weights @ stacked, repeats))
         true = sum(part.double() @ part.double().T for part in stacked.split(2**18, dim=1))
         error = {
-            "chunks": gram(columns(vectors, names)),
+            "chunks": gram_of_spool(vectors),
             "one product": (stacked @ stacked.T).double(),
         }
         told = ", ".join(
