@@ -1,9 +1,9 @@
-"""Bytes of bases and sketches by arithmetic, beside what FedProTIP (Tables 9 and 19) and FOT (Table 5) print.
+"""Bytes of bases, sketches and prompts by arithmetic, beside FedProTIP's Tables 9 and 19, FOT's 5 and PIP's 7.
 
     python bench/bytes.py
 
 A basis of a layer is d x r numbers of 4 bytes, a sketch d x s, where d is the width of the layer's input. All that is
-needed are the layers of the papers' networks; nothing is trained. The papers' "MB" are MiB (2**20 bytes).
+needed are the layers of the papers' networks; nothing is trained. "MB" are MiB (2**20 bytes), but PIP's are 10**6.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from fclmodels.backbones.adapters import adapt
 from fclmodels.backbones.capture import layers_of
 from fclmodels.backbones.network import Network, build
 from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.vit import Vit
 
-MIB = 2**20
+MIB, MB = 2**20, 10**6
 SHAPE = (3, 32, 32)
 FROZEN = ("conv1", "layer1", "layer2")  # after the first task, in FedProTIP's ResNet-18
 SAMPLED = 512  # m_s, columns that are sampled of a layer's input
@@ -27,10 +29,11 @@ class Line(NamedTuple):
     formula: str
     numbers: float  # of 4 bytes
     paper: float | None
+    unit: int = MIB
 
     @property
-    def mib(self) -> float:
-        return 4 * self.numbers / MIB
+    def size(self) -> float:
+        return 4 * self.numbers / self.unit
 
 
 def network(**settings: object) -> Network:
@@ -79,14 +82,33 @@ def fot() -> Iterator[Line]:
         yield Line(f"FOT Table 5, {name}, A", "sum d x 5d", sum(5 * d * d for d in widths(of)), sketch)
 
 
+def pip() -> Iterator[Line]:
+    """ViT-B/16 with ten tasks of ten classes: what a client sends up, and is sent, in a round."""
+    with torch.device("meta"):
+        vit = Vit(Vit.Settings(backbone="vit", patch=16, width=768, depth=12, attention_heads=12, mlp_width=3072))
+        prompts = {
+            kind: sum(
+                p.numel() for p in adapt(vit.build((3, 224, 224)), {"kind": kind, "pool": 10}, 10).prompts.parameters()
+            )
+            for kind in ("l2p", "dualp")
+        }
+    head, means = 100 * 769, 10 * 768
+    terms = {"l2p": "10 x 5 x 768, keys 10 x 768", "dualp": "(2 + 3 x 10) x 2 x 5 x 768, keys 10 x 768"}
+    for kind, name, fed, own in (("l2p", "L2P", 0.49, 0.52), ("dualp", "DualP", 1.32, 1.35)):
+        count = prompts[kind] + head
+        yield Line(f"PIP Table 7, Fed-{name}", f"{terms[kind]}, head 100 x 769", count, fed, MB)
+        yield Line(f"PIP Table 7, PIP-{name}", "and means, 10 x 768", count + means, own, MB)
+        yield Line("down, here", "and variances and labels", count + 2 * means + 10, None, MB)
+        yield Line("up, here", "and counts, sums, squares of 8 bytes", count + 2 * (2 * means + 10), None, MB)
+
+
 def main() -> None:
-    print("| what | formula | MiB | paper, MB | equal |\n|---|---|---|---|---|")
-    for line in (*fedprotip(), *fot()):
+    print("| what | formula | counted | paper, MB | equal |\n|---|---|---|---|---|")
+    for line in (*fedprotip(), *fot(), *pip()):
         digits = len(f"{line.paper:g}".partition(".")[2]) if line.paper is not None else 0
-        equal = "" if line.paper is None else "yes" if round(line.mib, digits) == line.paper else "no"
-        print(
-            f"| {line.what} | {line.formula} | {line.mib:.3f} | {'' if line.paper is None else line.paper} | {equal} |"
-        )
+        equal = "" if line.paper is None else "yes" if round(line.size, digits) == line.paper else "no"
+        size = f"{line.size:.3f} {'MiB' if line.unit == MIB else 'MB'}"
+        print(f"| {line.what} | {line.formula} | {size} | {'' if line.paper is None else line.paper} | {equal} |")
 
 
 if __name__ == "__main__":

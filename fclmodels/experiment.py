@@ -88,7 +88,7 @@ class Experiment:
         self.home = Path(home)
         self.listener = listener or Listener()
         self.store = Store(self.home / "store")
-        self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed))
+        self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed, self.home))
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = self._what_all_steps_depend_on()

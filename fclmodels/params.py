@@ -37,7 +37,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), method: str | None = N
         written.lift(("preset", "only", method))
     for number, text in enumerate(overrides):
         written.override(number, text)
-    check = _Check(written)
+    check = Check(written)
     alone = {key: value for key, value in check.block(()).items() if key not in (*BLOCKS, "methods")}
     given = check.settings((), _Alone, alone)
     blocks = {n: check.choice(n) if n in CHOICES else check.settings((n,), cls) for n, cls in BLOCKS.items()}
@@ -53,7 +53,7 @@ def preset_of(path: Path) -> tuple[PresetSettings, ExperimentSettings]:
     """What a preset's file says of itself, and what it runs; the rest may need what is not there."""
     written = Written(str(path))
     written.read_file(path)
-    check = _Check(written)
+    check = Check(written)
     blocks = check.settings(("preset",), PresetSettings), check.settings(("experiment",), ExperimentSettings)
     check.done()
     return blocks
@@ -86,7 +86,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Scalar]:
     return leaves
 
 
-class _Check:
+class Check:
     """Makes settings of what is written, and gathers all that is wrong with it."""
 
     def __init__(self, written: Written) -> None:

@@ -65,7 +65,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         table.write_parquet(folder / f"{name}.parquet")
     last = [o for o in outcomes if "state" in o["objects"]][-1]["objects"]["state"]
     server = Server.from_tree(store.get(last)["server"])
-    state.save(server.weights, folder / "model" / "weights.safetensors")
+    model = experiment.method.model(server)
+    state.save(model, folder / "model" / "weights.safetensors")
     state.write_json(folder / "model" / "spec.json", server.spec.to_json())
     if router := experiment.method.router(server):
         state.save(router.to_tree(), folder / "model" / "router.safetensors")
@@ -87,7 +88,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         "digests": {
             "splits": experiment.splits.digest,
             "prepared": experiment.splits.prepared_digest,
-            "model": state.digest(server.weights),
+            "model": state.digest(model),
             "state": last,
             "code": experiment.code,
             "accuracy": _digest(outcomes, "accuracy"),

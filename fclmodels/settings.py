@@ -212,7 +212,7 @@ class PaperTable(Settings):
     table: str
     reading: str
     where: dict[str, str | int | float] = {}
-    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std", "af", "af_std"], ...]
+    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std", "af", "af_std", "avg", "pd"], ...]
     rows: dict[str, tuple[float, ...]]
 
     @model_validator(mode="after")

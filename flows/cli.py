@@ -36,6 +36,7 @@ Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a se
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print no progress")]
 PARAMS = Path("params.yaml")
+PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretrained/letters")
 
 
 @app.callback(invoke_without_command=True)
@@ -70,6 +71,28 @@ def prepare(
         terminal.tell(
             f"{out}: {meta['samples']} samples of {shape}, {len(meta['classes'])} classes from {meta['source']}", quiet
         )
+
+
+@app.command()
+def pretrain(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the weights and their card go")] = PRETRAINED,
+    params: ParamsFile = PRETRAIN_PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a backbone on other data than the stream's, for `model.weights` to start from."""
+    from fclmodels.pretrain import load
+
+    load(params, overrides)
+    from flows.launch import start
+
+    card = start("flows.pretrain", "pretrain", params=params, overrides=overrides, out=out, quiet=quiet)
+    if json:
+        terminal.show_json(card)
+    else:
+        right = f"{terminal.percent(card['accuracy'])} % of {card['samples']['held_out']} held-out samples right"
+        terminal.tell(f"{out}: {card['name']}, version {card['version']}, {right} ({card['seconds']:.1f} s)", quiet)
 
 
 @app.command()

@@ -95,7 +95,7 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
     """The experiment's run: opened or found, and marked as failed where the block fails."""
     try:
         with locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
-            _set_up(settings.uri)
+            set_up(settings.uri)
             client = MlflowClient(settings.uri)
             run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
     except (MlflowException, SQLAlchemyError, OSError) as problem:
@@ -139,7 +139,7 @@ def identity_of(experiment: Experiment) -> str:
     return digest_of(keys)
 
 
-def _set_up(uri: str) -> None:
+def set_up(uri: str) -> None:
     """A database that is not there is made beside its place: MLflow refuses what a kill leaves of one half-made."""
     database = make_url(uri).database if uri.startswith("sqlite:") else None
     if not database or Path(database).exists():
@@ -170,7 +170,7 @@ def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) ->
         "seed": str(experiment.seed),
         "scenario": f"{params.data.source}, {params.stream.kind}, {params.partition.kind}",
         "splits": experiment.splits.digest,
-        **_origin(),
+        **origin(),
     }
     run = client.create_run(experiment_id, run_name=experiment.label, tags=tags)
     client.log_inputs(run.info.run_id, [_dataset(experiment)])
@@ -184,7 +184,7 @@ def _dataset(experiment: Experiment) -> DatasetInput:
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
 
 
-def _origin() -> dict[str, str]:
+def origin() -> dict[str, str]:
     """Where the run comes from: the commit, and the DVC stage that started it."""
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", ""), "dvc.experiment": os.environ.get("DVC_EXP_NAME", "")}
     if git := shutil.which("git"):

@@ -66,8 +66,8 @@ def grow(weights: dict[str, Tensor], old: ModelSpec, new: ModelSpec, generator: 
     Only the generator's seed is used: with the seed that the network was built from, the result is
     what `build` would have drawn for `new`.
     """
-    if (old.settings, old.shape, old.head) != (new.settings, new.shape, new.head):
-        raise ValueError("a network grows by tasks only: settings, shape and kind of head must stay")
+    if (old.settings, old.shape, old.head, old.adapter) != (new.settings, new.shape, new.head, new.adapter):
+        raise ValueError("a network grows by tasks only: settings, shape, kind of head and adapter must stay")
     if new.tasks[: len(old.tasks)] != old.tasks:
         raise ValueError("the new spec does not go on from the old one's tasks")
     grown = dict(weights)

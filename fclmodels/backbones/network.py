@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fclmodels.backbones.adapters import Adapted, adapt
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.heads import HEADS, Heads
 from fclmodels.backbones.spec import ModelSpec
@@ -14,9 +15,16 @@ from fclmodels.kinds import kind_of
 from fclmodels.plugins import find
 from fclmodels.randomness import ambient
 
+# Tensors of a backbone that a method has attached something to: they never change and never travel.
+FROZEN = "backbone.frozen."
+
 
 class Network(nn.Module):
-    """Inputs to features [B, F] to logits; tensors are named `backbone.*` and `heads.<i>.weight|bias`."""
+    """Inputs to features [B, F] to logits; tensors are named `backbone.*` and `heads.<i>.weight|bias`.
+
+    Where a method attaches an adapter, those of the backbone itself are `backbone.frozen.*`, its own
+    `backbone.prompts.*`.
+    """
 
     def __init__(self, spec: ModelSpec, backbone: FeatureNet, heads: Heads) -> None:
         super().__init__()
@@ -42,7 +50,8 @@ def build(spec: ModelSpec, generator: torch.Generator) -> Network:
     frozen_names(spec, network)
     fresh = blocks(spec, network, "fresh")
     if weights := spec.settings.get("weights"):
-        load_weights(network.backbone, Path(weights), fresh)
+        backbone = network.backbone.frozen if isinstance(network.backbone, Adapted) else network.backbone
+        load_weights(backbone, Path(weights), fresh)
     return network
 
 
@@ -76,4 +85,6 @@ def _assemble(spec: ModelSpec, seed: int) -> Network:
     # Layers draw from torch's global generator when they are made.
     with ambient(seed, "backbone", device=torch.device("cpu")):
         backbone = kind.build(spec.shape)
+        if spec.adapter is not None:
+            backbone = adapt(backbone, spec.adapter, len(spec.tasks))
     return Network(spec, backbone, HEADS[spec.head](spec, backbone.features, seed))

@@ -43,7 +43,10 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
 
 def depends_on_batch(network: nn.Module) -> bool:
     """Whether a sample's logits depend on the rest of its batch, in evaluation too."""
-    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in network.modules())
+    return any(
+        (isinstance(m, _BatchNorm) and m.running_mean is None) or getattr(m, "depends_on_batch", False)
+        for m in network.modules()
+    )
 
 
 def statistics_names(network: nn.Module) -> set[str]:

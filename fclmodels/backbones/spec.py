@@ -16,12 +16,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A network over the tasks so far: the backbone's settings (values of JSON), and what its heads cover."""
+    """A network over the tasks so far: the backbone's settings (values of JSON), and what its heads cover.
+
+    adapter: what a method attaches to the backbone, which then stays frozen (adapters.py; values of JSON).
+    """
 
     settings: Mapping[str, Any]
     shape: tuple[int, ...]
     head: Literal["growing", "per-task"]
     tasks: tuple[tuple[int, ...], ...]
+    adapter: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.head not in ("growing", "per-task"):
@@ -49,7 +53,7 @@ class ModelSpec:
         if value["format"] != FORMAT:
             raise ValueError(f"a model spec of format {value['format']}; this version reads {FORMAT}")
         tasks = tuple(tuple(task) for task in value["tasks"])
-        return cls(dict(value["settings"]), tuple(value["shape"]), value["head"], tasks)
+        return cls(dict(value["settings"]), tuple(value["shape"]), value["head"], tasks, value.get("adapter"))
 
 
 def task_columns(spec: ModelSpec, task: int, device: torch.device | None = None) -> Tensor:

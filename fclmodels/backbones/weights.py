@@ -12,13 +12,13 @@ from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.norms import counter_names
 from fclmodels.errors import UserError
 
-HEAD_PREFIXES = ("fc.", "head.", "heads.")
+PASSED_OVER = ("fc.", "head.", "heads.", "prompts.")
 
 
 def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) -> None:
     """Fill the backbone, but for the blocks `fresh`, from a state dict of its own names (torchvision's, or a run's)."""
-    passed_over = (*HEAD_PREFIXES, *(f"{block}." for block in fresh))
-    read = backbone.own_names({name.removeprefix("backbone."): t for name, t in read_tensors(path).items()})
+    passed_over = (*PASSED_OVER, *(f"{block}." for block in fresh))
+    read = backbone.own_names({_below(name): tensor for name, tensor in read_tensors(path).items()})
     given = {name: tensor for name, tensor in read.items() if not name.startswith(passed_over)}
     for name in _unused_statistics(backbone):
         given.pop(name, None)
@@ -26,6 +26,11 @@ def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) ->
     if misfit := _misfit(backbone, wanted, given):
         raise UserError(f"model.weights: {path} does not fit this backbone: {misfit}")
     backbone.load_state_dict(given, strict=False)
+
+
+def _below(name: str) -> str:
+    """A tensor's name within the backbone, where a run's model has it as its network's or as a frozen one's."""
+    return name.removeprefix("/").removeprefix("backbone.").removeprefix("frozen.")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -21,16 +21,18 @@ CHUNK_BYTES = 8_000_000
 @dataclass(frozen=True)
 class Batch:
     """inputs [B, C, H, W] floats or [B, 2, L] token ids, labels [B] in the stream's label space, tasks [B]; all on the
-    device."""
+    device. samples [B]: which of the prepared ones they are, where that is known."""
 
     inputs: Tensor
     labels: Tensor
     tasks: Tensor
+    samples: Tensor | None = None
 
     def take(self, places: Tensor) -> "Batch":
         """The samples at these places, an index on any device."""
         places = places.to(self.labels.device)
-        return Batch(self.inputs[places], self.labels[places], self.tasks[places])
+        samples = None if self.samples is None else self.samples[places]
+        return Batch(self.inputs[places], self.labels[places], self.tasks[places], samples)
 
     @staticmethod
     def concatenate(parts: Sequence["Batch"]) -> "Batch":
@@ -61,7 +63,7 @@ class Batches:
     def raw(self, rows: Rows) -> Batch:
         """These rows with their pixels (uint8) or token ids (int32) as prepared: what a client can store."""
         columns = [torch.from_numpy(column) for column in (rows.samples, rows.labels, rows.tasks)]
-        return Batch(*(t.to(self.device) for t in (self.splits.images[columns[0]], *columns[1:])))
+        return Batch(*(t.to(self.device) for t in (self.splits.images[columns[0]], *columns[1:], columns[0])))
 
     def of_raw(self, raw: Batch, on_device: torch.Generator) -> Batch:
         """Stored samples as a batch to train on: augmented, permuted by their tasks, normalised."""
@@ -80,7 +82,9 @@ class Batches:
 
     def _slices(self, raw: Batch, size: int) -> Iterator[Batch]:
         ready = self.ready(raw)
-        for batch in zip(ready.inputs.split(size), ready.labels.split(size), ready.tasks.split(size), strict=True):
+        assert ready.samples is not None
+        parts = (ready.inputs, ready.labels, ready.tasks, ready.samples)
+        for batch in zip(*(part.split(size) for part in parts), strict=True):
             yield Batch(*batch)
 
     def _augmented(self, raw: Batch, on_device: torch.Generator) -> Batch:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.network import Network, skeleton
+from fclmodels.backbones.network import FROZEN, Network, skeleton
 from fclmodels.backbones.spec import ModelSpec
 
 
@@ -18,12 +18,13 @@ class Networks:
         self._state: dict[str, Tensor] = {}
 
     def load(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> Network:
-        """The network with these weights; the next call changes the same one."""
+        """The network with these weights; the next call changes the same one. `prepare` fills a frozen backbone."""
         if self._network is None or self._spec != spec:
             self._network = skeleton(spec)
             self.prepare(self._network)
             self._network.to(self.device)
-            self._spec, self._state = spec, dict(self._network.state_dict())
+            tensors = self._network.state_dict().items()
+            self._spec, self._state = spec, {name: t for name, t in tensors if not name.startswith(FROZEN)}
         with torch.no_grad():
             torch._foreach_copy_(list(self._state.values()), [weights[name] for name in self._state])
         return self._network

@@ -37,6 +37,7 @@ class Processes:
             "splits": str(run.splits.folder.absolute()),
             "digest": run.splits.digest,
             "seed": run.seed,
+            "home": run.home and str(run.home.absolute()),
             "threads": threads,
         }
         self._count = workers

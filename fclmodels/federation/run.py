@@ -1,6 +1,9 @@
 """What every part of a run can see and none can change: settings, splits, seed, device, batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,16 +17,20 @@ from fclmodels.settings import Params
 
 @dataclass(frozen=True)
 class Run:
+    """home: a folder for what can be computed again. adapter: what the method attaches to the backbone (ModelSpec)."""
+
     params: Params
     splits: Splits
     seed: int
     device: torch.device
     batches: Batches
+    home: Path | None = None
+    adapter: Mapping[str, Any] | None = None
 
     @classmethod
-    def on(cls, params: Params, splits: Splits, seed: int) -> "Run":
+    def on(cls, params: Params, splits: Splits, seed: int, home: Path | None = None) -> "Run":
         device = choose_device(params.device)
-        run = cls(params, splits, seed, device, Batches(splits, params.augment, device))
+        run = cls(params, splits, seed, device, Batches(splits, params.augment, device), home)
         run.rounds(0)  # a list of the wrong length is refused before any work
         return run
 
@@ -35,7 +42,8 @@ class Run:
         """The model whose head covers the first `learned` tasks."""
         head = self.splits.head if self.params.model.head == "auto" else self.params.model.head
         classes = tuple(task.classes for task in self.splits.tasks[:learned])
-        return ModelSpec(self.params.model.model_dump(mode="json"), self.splits.shape, head, classes)
+        settings = self.params.model.model_dump(mode="json")
+        return ModelSpec(settings, self.splits.shape, head, classes, self.adapter)
 
     def rounds(self, task: int) -> int:
         """Rounds that a task is trained for."""

@@ -29,7 +29,7 @@ def main(control: int, payload: int, *replies: int) -> None:
         splits = Splits.open(Path(set_up["splits"]))
         if splits.digest != set_up["digest"]:
             raise UserError(f"{splits.folder} was changed while a run was using it. Start the run again.")
-        run = Run.on(settings, splits, set_up["seed"])
+        run = Run.on(settings, splits, set_up["seed"], set_up["home"] and Path(set_up["home"]))
         method = plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
         shared, buffers = SharedBuffer(payload), [SharedBuffer(descriptor) for descriptor in replies]
         job = None

@@ -94,6 +94,10 @@ class Method:
         """A function from inputs [B, C, H, W] to a Prediction, with the network set up once."""
         raise NotImplementedError
 
+    def model(self, server: Server) -> dict[str, Tensor]:
+        """Every tensor of the network, for whoever keeps or serves it: what never travels too."""
+        return server.weights
+
     def router(self, server: Server) -> "Router | None":
         """What a served model needs to predict tasks from features by itself, where the method does so."""
         return None

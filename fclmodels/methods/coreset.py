@@ -56,7 +56,7 @@ class Coreset(Aligned):
 
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         """The memory after the task's samples have come in; the answer itself is empty."""
-        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        weights = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
         arriving = client.run.batches.raw(client.rows)
         old = stored(client.memory) or arriving.take(torch.arange(0))

@@ -77,7 +77,7 @@ class Ewc(FedAvg):
 
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         """The memory with the springs of the task that has ended; the answer itself is empty."""
-        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        weights = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights)
         fisher = self.fisher(client, network.eval())
         centre = {name: weights[name] for name in fisher}

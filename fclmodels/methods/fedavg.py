@@ -87,25 +87,35 @@ class FedAvg(Method):
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
         training = self.prepared(client, payload)
         loss, network, start = training.run(), training.network, training.start
-        statistics = {name: network.get_buffer(name) for name in statistics_names(network)}
-        update, memory = training.update(), client.memory
-        if self.personal and statistics:
-            memory = {**memory, "statistics": {name: value.clone() for name, value in statistics.items()}}
-            statistics = {}
-        changes = {name: value - start[name] for name, value in statistics.items()}
-        torch._foreach_mul_([*update.values(), *changes.values()], client.weight)
+        update, weight, own = training.update(), self.weight(client), self.own(client, network)
+        measured = statistics_names(network) - own.get("statistics", {}).keys()
+        changes = {name: network.get_buffer(name) - start[name] for name in measured if name in start}
+        torch._foreach_mul_([*update.values(), *changes.values()], weight)
         parts = {
             "update": Part("update", update),
-            "weight": Part("count", {"weight": torch.tensor(client.weight, dtype=torch.float64)}),
+            "weight": Part("count", {"weight": torch.tensor(weight, dtype=torch.float64)}),
         }
         if changes:
             parts["statistics"] = Part("statistics", changes)
         parts |= self.further_parts(client, payload, network)
-        return Reply(parts, loss, len(client.rows), client.round), memory
+        return Reply(parts, loss, len(client.rows), client.round), {**client.memory, **own}
+
+    def weight(self, client: Client) -> float:
+        """What a client counts in the average."""
+        return client.weight
+
+    def own(self, client: Client, network: Network) -> Memory:
+        """What stays with a client that has just trained this network: running statistics, where they are local."""
+        names = statistics_names(network) if self.settings.batch_norm == "local" else set()
+        return {"statistics": {name: network.get_buffer(name).clone() for name in names}} if names else {}
+
+    def whole(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+        """The weights that it was sent with those that stay with it."""
+        return {**payload["weights"].tensors, **client.memory.get("statistics", {})}
 
     def prepared(self, client: Client, payload: Payload) -> LocalTraining:
         """The local training of a client from what it has downloaded, ready to run."""
-        start = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        start = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), start)
         self.set_modes(network, client.task)
         return self.training(client, payload, network, start)
@@ -123,9 +133,8 @@ class FedAvg(Method):
         return self.settings.batch_norm == "local"
 
     def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        """The global model with the client's own running statistics."""
-        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
-        return self.predict_with(self.networks.load(self.run.spec(client.task + 1), weights))
+        """The global model with what is the client's own."""
+        return self.predict_with(self.networks.load(self.run.spec(client.task + 1), self.whole(client, payload)))
 
     def predict_with(self, network: Network) -> Predictor:
         network.eval()

@@ -127,7 +127,7 @@ class Fot(Subspaces):
 
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         """RandomizedActivationCollection (Algorithm 2), on the global model."""
-        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        weights = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights)
         parts = self.sketched(client, network, payload["bases"].tensors)
         if self.private:

@@ -125,7 +125,7 @@ class Special(AnchoredOnServer):
     @torch.no_grad()
     def val_loss(self, client: Client, payload: Payload) -> Part:
         """The loss of the model that it was sent, summed over its val rows, and their number."""
-        weights = {**payload["weights"].tensors, **client.memory.get("statistics", {})}
+        weights = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.run.batches.ordered(client.val, self.run.params.federation.batch_size):

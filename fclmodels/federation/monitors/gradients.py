@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fclmodels.backbones.adapters import shrink_prompts
 from fclmodels.backbones.heads import shrink
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
@@ -137,7 +138,10 @@ def clients_of(method: "Method", server: Server, task: int) -> list[tuple[float,
     """Each client that has a task: its weight p_k, and the global model cut down to the tasks up to that one."""
     run = method.run
     spec = run.spec(task + 1)
-    network = Networks(run.device, method.prepare).load(spec, shrink(server.weights, spec)).eval()
+    weights = shrink(server.weights, spec)
+    if spec.adapter is not None:
+        weights = shrink_prompts(weights, spec.adapter, task + 1)
+    network = Networks(run.device, method.prepare).load(spec, weights).eval()
     clients = [Client(k, task, 0, run, run.splits.rows(task, "train", k), {}) for k in run.splits.clients_with(task)]
     total = sum(client.weight for client in clients)
     return [(client.weight / total, LocalTraining(method, client, network, {})) for client in clients]

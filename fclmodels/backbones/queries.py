@@ -1,0 +1,28 @@
+"""What a frozen network says of every prepared sample: computed once, then read from a memory-mapped file.
+
+The file's name is a digest of all that it depends on, so that whoever asks first makes it and it is never stale.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def kept(folder: Path, digest: str, shape: tuple[int, ...], compute: Callable[[], Iterator[Tensor]]) -> Tensor:
+    """The float32 tensor of this shape, whose rows `compute` gives in order, batch by batch."""
+    file = folder / f"{digest}.npy"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{digest}.{os.getpid()}.partial"
+        rows = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
+        done = 0
+        for batch in compute():
+            rows[done : done + len(batch)] = batch.cpu().numpy()
+            done += len(batch)
+        rows.flush()
+        os.replace(partial, file)
+    return torch.from_numpy(np.load(file, mmap_mode="c"))

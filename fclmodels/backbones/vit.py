@@ -1,0 +1,205 @@
+"""A vision transformer (Dosovitskiy et al. 2021) as torchvision has it, whose ViT-B/16 loads; or any smaller one.
+
+ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. What a method attaches to a layer
+(adapters.py) reaches its attention here: prefixes as in PIP eq. 3 and 4, LoRA as in Hu et al. 2021.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fclmodels.backbones.base import Backbone, FeatureNet
+from fclmodels.errors import UserError
+from fclmodels.settings import BackboneSettings
+
+EPS = 1e-6
+# torchvision's names and ours, as parts of a name; linear_1 and linear_2 are those of its older files.
+OWN_NAMES = {
+    r"^class_token$": "embed.class_token",
+    r"^conv_proj\.": "embed.patches.",
+    r"^encoder\.pos_embedding$": "embed.positions",
+    r"^encoder\.layers\.encoder_layer_": "layers.",
+    r"^encoder\.ln\.": "norm.",
+    r"\.in_proj_": ".in_proj.",
+    r"\.mlp\.linear_1\.": ".mlp.0.",
+    r"\.mlp\.(linear_2|3)\.": ".mlp.2.",
+}
+
+
+class Vit(Backbone):
+    """A vision transformer of any size, for images and prompts; torchvision's ViT-B/16 loads."""
+
+    name = "vit"
+
+    class Settings(BackboneSettings):
+        patch: PositiveInt = Field(4, description="side of a patch in pixels, which divides the images' sides")
+        width: PositiveInt = Field(192, description="D, the width of a token; features are as many")
+        depth: PositiveInt = Field(6, description="number of layers, each attention and a perceptron")
+        attention_heads: PositiveInt = Field(3, description="heads of the attention, which divide the width")
+        mlp_width: PositiveInt = Field(768, description="hidden units of each layer's perceptron")
+
+    settings: Settings
+
+    def build(self, shape: tuple[int, ...]) -> FeatureNet:
+        channels, height, width = shape
+        patch, heads = self.settings.patch, self.settings.attention_heads
+        if height % patch or width % patch:
+            nearest = max(side for side in range(1, patch) if height % side == width % side == 0)
+            raise UserError(
+                f"model.patch: patches of {patch} pixels do not divide images of {height}x{width}. "
+                f"Use model.patch: {nearest}, or set data.size."
+            )
+        if self.settings.width % heads:
+            raise UserError(f"model.attention_heads: {heads} heads do not divide model.width: {self.settings.width}.")
+        return VitNet(channels, (height // patch, width // patch), self.settings)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """dW = scale * B A, added to W_Q and W_V: A [2, r, D] and B [2, D, r], for Q and V in this order."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What a method attaches to one layer; prefix: (p_K, p_V), each [B, L, D], a sample's own in its row."""
+
+    prefix: tuple[Tensor, Tensor] | None = None
+    lora: Lora | None = None
+
+
+class VitNet(FeatureNet):
+    """Images [B, C, H, W] to the class token [B, D] after the last norm."""
+
+    hints: ClassVar = {
+        "embed.patches.weight": "Patches follow model.patch, model.width and data.channels.",
+        "layers.0.mlp.0.weight": "The perceptrons follow model.mlp_width and model.width.",
+    }
+
+    def __init__(self, channels: int, grid: tuple[int, int], settings: Vit.Settings) -> None:
+        super().__init__()
+        self.features, self.grid = settings.width, grid
+        self.blocks = ("embed", *(f"layers.{index}" for index in range(settings.depth)), "norm")
+        self.embed = Embed(channels, grid, settings.patch, settings.width)
+        self.layers = nn.ModuleList(
+            Layer(settings.width, settings.attention_heads, settings.mlp_width) for _ in range(settings.depth)
+        )
+        self.norm = nn.LayerNorm(settings.width, eps=EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(self.embed(x))[:, 0]
+
+    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}) -> Tensor:
+        """Tokens [B, S, D] through all layers and the last norm, with what is attached to some of the layers."""
+        for index, layer in enumerate(self.layers):
+            tokens = layer(tokens, attached.get(index, Attached()))
+        normed: Tensor = self.norm(tokens)
+        return normed
+
+    def own_names(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """torchvision's names or ours; positions of another square grid become those of this one."""
+        own = {_own_name(name): tensor for name, tensor in read.items()}
+        positions = own.get("embed.positions")
+        if positions is not None and positions.ndim == 3 and positions.shape[1] != self.embed.positions.shape[1]:
+            own["embed.positions"] = interpolated(positions, self.grid)
+        return own
+
+
+class Embed(nn.Module):
+    """Images [B, C, H, W] to tokens [B, 1 + N, D]: the class token, then N patches by rows; positions are added."""
+
+    def __init__(self, channels: int, grid: tuple[int, int], patch: int, width: int) -> None:
+        super().__init__()
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + math.prod(grid), width))
+        nn.init.trunc_normal_(self.patches.weight, std=(channels * patch**2) ** -0.5)
+        _zero_bias(self.patches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        return torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1) + self.positions
+
+
+class Layer(nn.Module):
+    """h + attention(norm(h)), then h + perceptron(norm(h))."""
+
+    def __init__(self, width: int, heads: int, mlp_width: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width, eps=EPS)
+        self.self_attention = Attention(width, heads)
+        self.ln_2 = nn.LayerNorm(width, eps=EPS)
+        wider, back = nn.Linear(width, mlp_width), nn.Linear(mlp_width, width)
+        self.mlp = nn.Sequential(wider, nn.GELU(), back)
+        for linear in (wider, back):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.normal_(linear.bias, std=1e-6)
+
+    def forward(self, h: Tensor, attached: Attached) -> Tensor:
+        h = h + self.self_attention(self.ln_1(h), attached)
+        return h + self.mlp(self.ln_2(h))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention of h [B, S, D] (PIP eq. 4); `in_proj` holds W_Q, W_K and W_V, one below the other."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+        nn.init.xavier_uniform_(self.in_proj.weight)
+        _zero_bias(self.in_proj)
+        _zero_bias(self.out_proj)
+
+    def forward(self, h: Tensor, attached: Attached) -> Tensor:
+        q, k, v = self.in_proj(h).chunk(3, dim=-1)
+        of_values = h
+        if attached.prefix is not None:  # eq. 3: keys of [p_K; h], values of [p_V; h], queries of h
+            p_K, p_V = attached.prefix
+            (_, W_K, W_V), (_, b_K, b_V) = self.in_proj.weight.chunk(3), self.in_proj.bias.chunk(3)
+            k = torch.cat([F.linear(p_K, W_K, b_K), k], dim=1)
+            v = torch.cat([F.linear(p_V, W_V, b_V), v], dim=1)
+            of_values = torch.cat([p_V, h], dim=1)
+        if attached.lora is not None:
+            (A_Q, A_V), (B_Q, B_V), scale = attached.lora.A, attached.lora.B, attached.lora.scale
+            q = q + scale * F.linear(F.linear(h, A_Q), B_Q)
+            v = v + scale * F.linear(F.linear(of_values, A_V), B_V)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        attended: Tensor = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return attended
+
+
+def interpolated(positions: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Positions [1, 1 + side^2, D] for another grid, bicubic as torchvision does it; the class token keeps its own.
+
+    Where their number is of no square they stay as they are, and so do not fit.
+    """
+    token, patches = positions.float().split([1, positions.shape[1] - 1], dim=1)
+    side = math.isqrt(patches.shape[1])
+    if side == 0 or side**2 != patches.shape[1]:
+        return positions
+    square = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    resized = F.interpolate(square, size=grid, mode="bicubic", align_corners=True)
+    return torch.cat([token, resized.flatten(2).transpose(1, 2)], dim=1)
+
+
+def _own_name(name: str) -> str:
+    for theirs, ours in OWN_NAMES.items():
+        name = re.sub(theirs, ours, name)
+    return name
+
+
+def _zero_bias(layer: nn.Linear | nn.Conv2d) -> None:
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)

@@ -1,0 +1,20 @@
+"""Fed-DualP (PIP section 3.2): general prompts for all tasks and an expert prompt a task, as prefixes (eq. 3).
+
+In training the task is known and its expert is used; later each sample's is the one with the nearest key.
+"""
+
+from fclmodels.backbones.adapters import DualP
+from fclmodels.methods.prompted import Prompted
+
+
+class FedDualP(Prompted):
+    """Averages general and expert prompts, keys and the head of a frozen transformer (DualPrompt)."""
+
+    name = "fed-dualp"
+    paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
+    attaches = DualP
+
+    class Settings(Prompted.Settings, DualP.Settings):
+        pass
+
+    settings: Settings

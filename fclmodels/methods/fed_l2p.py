@@ -1,0 +1,20 @@
+"""Fed-L2P (PIP section 3.2): a pool of prompts, of which each sample's nearest are put before its tokens (eq. 2)."""
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from fclmodels.backbones.adapters import L2P
+from fclmodels.methods.prompted import Prompted
+
+
+class FedL2P(Prompted):
+    """Averages a pool of prompts, their keys and the head of a frozen transformer (Learning to Prompt)."""
+
+    name = "fed-l2p"
+    paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
+    attaches = L2P
+
+    class Settings(Prompted.Settings, L2P.Settings):
+        pool: PositiveInt | None = Field(10, le=10_000, description="prompts; null: one a task, so that the pool grows")
+        matching: NonNegativeFloat = Field(0.1, le=1e6, description="lambda, weight of the key matching loss (eq. 5)")
+
+    settings: Settings

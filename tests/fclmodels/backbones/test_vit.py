@@ -1,0 +1,220 @@
+"""The vision transformer: torchvision's by its weights, and what is attached to a layer by PIP eq. 3 and 4 in NumPy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from scipy.special import erf, softmax
+from torch import Tensor, nn
+
+from fclmodels.backbones.vit import Attached, Lora, Vit, VitNet, interpolated
+from fclmodels.backbones.weights import load_weights
+from fclmodels.errors import UserError
+from fclmodels.torchvision_guard import torchvision
+
+SMALL = {"patch": 8, "width": 16, "depth": 2, "attention_heads": 2, "mlp_width": 32}
+VIT_B_16 = {"patch": 16, "width": 768, "depth": 12, "attention_heads": 12, "mlp_width": 3072}
+
+
+def build(shape: tuple[int, ...] = (3, 32, 32), **settings: Any) -> VitNet:
+    net = Vit(Vit.Settings(backbone="vit", **(SMALL | settings))).build(shape)
+    assert isinstance(net, VitNet)
+    return net.eval()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def redrawn(net: nn.Module, scale: float = 0.3) -> nn.Module:
+    """Every tensor drawn anew, those too that start as zeros or ones."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(net.parameters()):
+            parameter.copy_(scale * drawn(*parameter.shape, seed=seed))
+    return net
+
+
+def theirs_of(size: int = 32) -> Any:
+    """torchvision's of the same size as ours, without its head."""
+    net = torchvision().models.VisionTransformer(
+        image_size=size, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
+    )
+    net.heads = nn.Identity()
+    return redrawn(net).eval()
+
+
+def saved(weights: dict[str, Tensor], folder: Path) -> Path:
+    save_file(weights, folder / "vit.safetensors")
+    return folder / "vit.safetensors"
+
+
+def by_hand(
+    net: VitNet, tokens: np.ndarray, prefixes: dict[int, list[np.ndarray]], added: dict[int, list[np.ndarray]]
+) -> np.ndarray:
+    """Tokens [S, D] of one sample through the layers: prefixes p_K, p_V and additions to W_Q, W_V by layer."""
+    weights = {name: tensor.detach().numpy() for name, tensor in net.state_dict().items()}
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        scaled = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
+        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    h = tokens
+    for index in range(len(net.layers)):
+        own = {name.removeprefix(f"layers.{index}."): w for name, w in weights.items()}
+        W_Q, W_K, W_V = np.split(own["self_attention.in_proj.weight"], 3)
+        b_Q, b_K, b_V = np.split(own["self_attention.in_proj.bias"], 3)
+        x = norm(h, f"layers.{index}.ln_1")
+        p_K, p_V = prefixes.get(index, [x[:0], x[:0]])
+        dQ, dV = added.get(index, [np.zeros_like(W_Q)] * 2)
+        Q = x @ (W_Q + dQ).T + b_Q
+        K = np.concatenate([p_K, x]) @ W_K.T + b_K
+        V = np.concatenate([p_V, x]) @ (W_V + dV).T + b_V
+        heads = []
+        for columns in np.split(np.arange(Q.shape[1]), net.layers[index].self_attention.heads):
+            shares = softmax(Q[:, columns] @ K[:, columns].T / len(columns) ** 0.5, axis=1)
+            heads.append(shares @ V[:, columns])
+        h = h + np.hstack(heads) @ own["self_attention.out_proj.weight"].T + own["self_attention.out_proj.bias"]
+        hidden = norm(h, f"layers.{index}.ln_2") @ own["mlp.0.weight"].T + own["mlp.0.bias"]
+        gelu = hidden * (1 + erf(hidden / 2**0.5)) / 2
+        h = h + gelu @ own["mlp.2.weight"].T + own["mlp.2.bias"]
+    return norm(h, "norm")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_each_samples_own_prefixes_reach_keys_and_values(batch: int, rank: int | None) -> None:
+    net = redrawn(build()).double()
+    tokens = drawn(batch, 7, 16).double()
+    prefixes = {0: drawn(2, batch, 3, 16, seed=1).double(), 1: drawn(2, batch, 4, 16, seed=2).double()}
+    lora, added = None, {}
+    if rank:
+        lora = Lora(drawn(2, rank, 16, seed=3).double(), drawn(2, 16, rank, seed=4).double(), scale=0.5)
+        added = {1: list((0.5 * lora.B @ lora.A).numpy())}
+    attached = {
+        0: Attached(prefix=(prefixes[0][0], prefixes[0][1])),
+        1: Attached(prefix=(prefixes[1][0], prefixes[1][1]), lora=lora),
+    }
+    with torch.no_grad():
+        output = net.encode(tokens, attached).numpy()
+    for sample in range(batch):
+        own = {layer: [p[sample].numpy() for p in pair] for layer, pair in prefixes.items()}
+        np.testing.assert_allclose(output[sample], by_hand(net, tokens[sample].numpy(), own, added), atol=1e-10)
+
+
+def test_with_nothing_attached_features_are_the_class_token() -> None:
+    net = redrawn(build()).double()
+    x = drawn(2, 3, 32, 32).double()
+    with torch.no_grad():
+        features, tokens = net(x), net.embed(x).numpy()
+    expected = [by_hand(net, one, {}, {})[0] for one in tokens]
+    np.testing.assert_allclose(features.numpy(), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_with_torchvisions_weights_it_is_torchvisions(tmp_path: Path, older: bool) -> None:
+    theirs = theirs_of()
+    weights = {**theirs.state_dict(), "heads.head.weight": torch.zeros(1000, 16), "heads.head.bias": torch.zeros(1000)}
+    if older:
+        weights = {n.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): w for n, w in weights.items()}
+    ours = build()
+    load_weights(ours, saved(weights, tmp_path))
+    x = drawn(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=0)
+
+
+def test_vit_b_16_is_within_reach() -> None:
+    with torch.device("meta"):
+        ours = build((3, 224, 224), **VIT_B_16)
+        theirs = torchvision().models.vit_b_16()
+    read = {name: w for name, w in ours.own_names(theirs.state_dict()).items() if not name.startswith("heads.")}
+    assert {n: w.shape for n, w in read.items()} == {n: w.shape for n, w in ours.state_dict().items()}
+    # torchvision's page gives 86,567,656 with a head of 1000 classes.
+    assert sum(p.numel() for p in ours.parameters()) == 86_567_656 - 769 * 1000
+
+
+def test_its_own_names_load_again(tmp_path: Path) -> None:
+    first, again = redrawn(build()), build()
+    load_weights(again, saved({f"backbone.{name}": w for name, w in first.state_dict().items()}, tmp_path))
+    assert all(torch.equal(w, first.state_dict()[name]) for name, w in again.state_dict().items())
+
+
+def test_it_starts_as_torchvisions() -> None:
+    """The spread of every tensor, over 20 draws of each."""
+    torch.manual_seed(0)
+    spread: dict[str, list[list[float]]] = {}
+    for _ in range(20):
+        theirs = torchvision().models.VisionTransformer(32, 8, 2, 2, 16, 32)
+        ours = build()
+        for whose, net in enumerate((ours.own_names(theirs.state_dict()), ours.state_dict())):
+            for name in ours.state_dict():
+                spread.setdefault(name, [[], []])[whose].append(float(net[name].square().mean()))
+    for name, (mean_theirs, mean_ours) in spread.items():
+        assert np.mean(mean_ours) == pytest.approx(np.mean(mean_theirs), rel=0.2), name
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_positions_of_another_image_size_are_interpolated_as_torchvision_does(tmp_path: Path, size: int) -> None:
+    weights, other = theirs_of(32).state_dict(), theirs_of(size)
+    ours = build((3, size, size))
+    load_weights(ours, saved(weights, tmp_path))
+    resize = torchvision().models.vision_transformer.interpolate_embeddings
+    other.load_state_dict(resize(size, 8, dict(weights)))
+    x = drawn(2, 3, size, size)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), other(x), atol=1e-5, rtol=0)
+
+
+def test_the_class_tokens_position_and_the_corners_stay() -> None:
+    old = drawn(1, 1 + 9, 4)
+    new = interpolated(old, (2, 5))
+    assert new.shape == (1, 1 + 10, 4)
+    assert torch.equal(new[:, 0], old[:, 0])
+    corners_before, corners_after = old[0, 1:].view(3, 3, 4)[::2, ::2], new[0, 1:].view(2, 5, 4)[::1, ::4]
+    torch.testing.assert_close(corners_after, corners_before)
+
+
+def test_blocks_are_all_of_it_in_the_order_of_the_forward_pass() -> None:
+    net, order = build(), []
+    for name in net.blocks:
+        net.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name))
+    net(drawn(1, 3, 32, 32))
+    assert tuple(order) == net.blocks == ("embed", "layers.0", "layers.1", "norm")
+    assert all(name.startswith(tuple(f"{block}." for block in net.blocks)) for name in net.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "line"),
+    [
+        ({"patch": 8}, (3, 28, 28), "model.patch: patches of 8 pixels do not divide images of 28x28. .*patch: 7,"),
+        ({"patch": 8}, (1, 8, 12), "model.patch: patches of 8 pixels do not divide images of 8x12. .*patch: 4,"),
+        ({"patch": 64}, (3, 32, 32), "model.patch: patches of 64 pixels do not divide images of 32x32. .*patch: 32,"),
+        ({"attention_heads": 3}, (3, 32, 32), "model.attention_heads: 3 heads do not divide model.width: 16."),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(settings: dict[str, int], shape: tuple[int, ...], line: str) -> None:
+    with pytest.raises(UserError, match=f"^{line}"):
+        build(shape, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"patch": 4}, "embed.patches.weight is 16x3x8x8 in the file and 16x3x4x4 here.* Patches follow model.patch"),
+        ({"mlp_width": 64}, "layers.0.mlp.0.weight is 32x16 in the file.* The perceptrons follow model.mlp_width"),
+        ({"depth": 3}, "layers.2.ln_1.weight is missing"),
+    ],
+)
+def test_a_file_of_another_size_is_refused(tmp_path: Path, settings: dict[str, int], line: str) -> None:
+    file = saved(theirs_of().state_dict(), tmp_path)
+    with pytest.raises(UserError, match=line):
+        load_weights(build(**settings), file)
+
+
+def test_positions_of_no_square_are_refused(tmp_path: Path) -> None:
+    file = saved(build((3, 16, 24)).state_dict(), tmp_path)
+    with pytest.raises(UserError, match=r"embed\.positions is 1x7x16 in the file and 1x17x16 here"):
+        load_weights(build(), file)

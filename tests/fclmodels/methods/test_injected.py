@@ -1,0 +1,193 @@
+"""PIP's prototypes: what clients send, what the server makes of it, and what joins a batch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fclmodels.data.splits import Rows
+from fclmodels.federation.replies import Replies
+from fclmodels.methods.fed_dualp import FedDualP
+from fclmodels.methods.injected import InjectedTraining
+from fclmodels.methods.pip_dualp import PipDualP
+
+VIT = tuple(
+    f"model.{setting}"
+    for setting in ("backbone=vit", "patch=3", "width=8", "depth=2", "attention_heads=2", "mlp_width=8")
+)
+DUALP = {"g_layers": (0,), "e_layers": (1,), "length": 2}
+
+
+@pytest.fixture
+def pip_of(method_of: Callable) -> Callable[..., Any]:
+    return lambda *overrides, kind=PipDualP, **settings: method_of(kind, *VIT, *overrides, **DUALP, **settings)
+
+
+def only(rows: Rows, label: int) -> Rows:
+    return rows.take(np.flatnonzero(rows.labels == label))
+
+
+def asked(method: Any, server: Any, clients: list[Any], spool: Any) -> Replies:
+    replies = Replies([client.index for client in clients], spool)
+    for client in clients:
+        replies.add(client.index, method.train(client, method.payload(server))[0])
+    return replies
+
+
+def test_the_server_knows_the_moments_of_all_clients_samples(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """Without local steps all clients see the same features: mean and variance are those of the pooled ones (eq. 7 to
+    15, with counts)."""
+    method = pip_of("optimizer.lr=1e-30")
+    server = method.start_task(method.setup(), 0)
+    after = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
+    rows = method.run.splits.rows(0, "train")
+    network = method.networks.load(server.spec, server.weights).eval()
+    (batch,) = method.run.batches.ordered(rows, 1000)
+    with torch.no_grad():
+        X = network.backbone.prompted(batch.inputs, 0).features.double().numpy()
+    known = after.knowledge["prototypes"]
+    for row, label in enumerate(known["labels"].tolist()):
+        mine = X[batch.labels.numpy() == label]
+        np.testing.assert_allclose(known["mu"][row], mine.mean(0), atol=1e-6)
+        np.testing.assert_allclose(known["sigma2"][row], mine.var(0), atol=1e-6)
+
+
+def test_by_omega_every_client_that_has_a_class_counts_alike(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """Eq. 14 as printed: means of means, weighted by participation times samples of the task."""
+    method = pip_of("optimizer.lr=1e-30", pooled="omega", omega="participation")
+    server = method.start_task(method.setup(), 0)
+    few = client_of(method, 0)
+    few = replace(few, rows=Rows.concatenate([only(few.rows, 0).take(np.array([0])), only(few.rows, 1)]))
+    clients = [few, client_of(method, 1, memory={"taken": {"task": 0, "rounds": 2}})]
+    after = method.aggregate(server, asked(method, server, clients, tmp_path))
+    network = method.networks.load(server.spec, server.weights).eval()
+    means = []
+    for client in clients:
+        (batch,) = method.run.batches.ordered(only(client.rows, 0), 1000)
+        with torch.no_grad():
+            means.append(network.backbone.prompted(batch.inputs, 0).features.double().mean(0))
+    expected = (5 * 1 * means[0] + 8 * 3 * means[1]) / (5 * 1 + 8 * 3)
+    assert len(few.rows) == 5
+    np.testing.assert_allclose(after.knowledge["prototypes"]["mu"][0], expected, atol=1e-6)
+
+
+def test_a_batch_is_joined_by_the_classes_that_the_client_lacks(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """About as many vectors of each as one of its own has samples; all of the task's with inject: all."""
+    for inject, lacking in (("missing", [1]), ("all", [0, 1])):
+        method = pip_of(inject=inject)
+        server = method.start_task(method.setup(), 0)
+        server = method.aggregate(
+            server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path / inject)
+        )
+        client = client_of(method, 0, round=1)
+        client = replace(client, rows=only(client.rows, 0))
+        training = method.prepared(client, method.payload(server))
+        assert isinstance(training, InjectedTraining)
+        vectors, labels = training.drawn(4)
+        assert labels.tolist() == [label for label in lacking for _ in range(4)]
+        assert vectors.shape == (4 * len(lacking), 8)
+
+
+def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """To the bit: nothing is known yet, or nothing lacks."""
+    pip, fed = pip_of(), pip_of(kind=FedDualP)
+    server = pip.start_task(pip.setup(), 0)
+    again = pip.aggregate(server, asked(pip, server, [client_of(pip, c) for c in range(4)], tmp_path))
+    for state, round in ((server, 0), (again, 1)):
+        mine = pip.train(client_of(pip, 0, round=round), pip.payload(state))[0].parts["update"].tensors
+        theirs = fed.train(client_of(fed, 0, round=round), fed.payload(state))[0].parts["update"].tensors
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
+    """Of a client that lacks a class the prompts' gradients are those of its own samples, scaled by their share."""
+    method = pip_of("federation.batch_size=64")
+    server = method.start_task(method.setup(), 0)
+    server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
+    client = client_of(method, 0, round=1)
+    client = replace(client, rows=only(client.rows, 0))
+    training = method.prepared(client, method.payload(server))
+    (batch,) = method.run.batches.ordered(client.rows, 64)
+    backbone = training.network.backbone
+    similarity = backbone.prompted(batch.inputs, 0).similarity
+    with_all = training.gradients_of(method.loss(training, batch))
+    alone = training.gradients_of(
+        method.cross_entropy(training.network, backbone.prompted(batch.inputs, 0).features, batch.labels, 0) / 2
+        + method.settings.matching * (1 - similarity) * 0
+    )
+    prompts = [n for n in alone if n.startswith("backbone.prompts.") and alone[n].any() and "key" not in n]
+    assert prompts
+    for name in prompts:
+        torch.testing.assert_close(with_all[name], alone[name], atol=1e-6, rtol=1e-4)
+    assert with_all["heads.0.weight"][1].any()
+
+
+def test_what_nobody_holds_in_a_round_keeps_its_last_prototype_of_the_task(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """And a new task starts without any, unless earlier ones are kept."""
+    for earlier in (False, True):
+        method = pip_of(earlier=earlier)
+        server = method.start_task(method.setup(), 0)
+        all_of_it = method.aggregate(
+            server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path / f"a{earlier}")
+        )
+        client = client_of(method, 0, round=1)
+        half = method.aggregate(
+            all_of_it, asked(method, all_of_it, [replace(client, rows=only(client.rows, 1))], tmp_path / f"b{earlier}")
+        )
+        before, after = (of.knowledge["prototypes"] for of in (all_of_it, half))
+        assert torch.equal(after["mu"][0], before["mu"][0])
+        assert not torch.equal(after["mu"][1], before["mu"][1])
+        assert after["known"].all()
+        later = method.payload(method.start_task(half, 1))
+        assert ("prototypes" in later) == earlier
+        if earlier:
+            assert later["prototypes"].tensors["labels"].tolist() == [0, 1]
+
+
+def test_noise_is_told_with_what_it_is_worth(pip_of: Callable, federate: Callable) -> None:
+    quiet, loud = (federate(pip_of(noise_multiplier=m), 1).knowledge["privacy"] for m in (2.0, 0.5))
+    assert 0 < quiet["epsilon"] < loud["epsilon"]
+    assert "not in its prompts" in quiet["covers"]
+    assert "privacy" not in federate(pip_of(), 1).knowledge
+
+
+@pytest.mark.parametrize("settings", [{}, {"head": "own", "omega": "participation"}, {"earlier": True}])
+def test_an_interrupted_run_goes_on_to_the_bit(
+    settings: dict[str, Any], experiment_of: Callable, remains: Callable, tmp_path: Any, splits_of: Callable
+) -> None:
+    """In worker processes too, with few clients a round, and with a client that has one sample."""
+    splits = splits_of(train={(t, c): 8 if c else 1 for t in range(2) for c in range(3)}, clients=3)
+    own = [f"methods.pip-dualp.{name}={value}" for name, value in {**DUALP, **settings}.items()]
+    own = [line.replace("(0,)", "[0]").replace("(1,)", "[1]") for line in own]
+    few = (*VIT, *own, "federation.clients_per_round=2", "federation.checkpoint_seconds=0")
+    experiment_of(*few, method="pip-dualp", splits=splits).run(tmp_path / "plain")
+
+    class Stopped(Exception):
+        pass
+
+    from fclmodels.listener import Listener
+
+    class Stopper(Listener):
+        def round_done(self, row: dict[str, Any]) -> None:
+            if (row["task"], row["round"]) == (1, 0):
+                raise Stopped
+
+    home = tmp_path / "home"
+    with pytest.raises(Stopped):
+        experiment_of(*few, method="pip-dualp", splits=splits, home=home, listener=Stopper()).run(tmp_path / "again")
+    workers = ("federation.executor=processes", "federation.workers=2")
+    experiment_of(*few, *workers, method="pip-dualp", splits=splits, home=home).run(tmp_path / "again")
+    assert remains(tmp_path / "again") == remains(tmp_path / "plain")

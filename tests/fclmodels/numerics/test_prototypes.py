@@ -1,0 +1,201 @@
+"""Prototypes: moments that NumPy finds in the pooled data, vectors that have what their kind says, and noise."""
+
+import math
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis.strategies import floats, integers
+from numpy.testing import assert_allclose
+from scipy import stats
+
+from fclmodels.numerics.prototypes import (
+    Augmentation,
+    Gaussians,
+    Moments,
+    augmented,
+    balanced,
+    carried,
+    clipped_rows,
+    gaussians,
+    moments,
+    noisy,
+    weighted,
+)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def added(several: list[Moments]) -> Moments:
+    return reduce(lambda a, b: {name: a[name] + b[name] for name in a}, several)
+
+
+@given(n=integers(0, 40), parts=integers(1, 6), scale=floats(1e-3, 1e3), seed=integers(0, 999))
+@example(n=0, parts=2, scale=1.0, seed=0)
+def test_added_over_any_split_they_are_those_of_the_pooled_data(n: int, parts: int, scale: float, seed: int) -> None:
+    random, C = np.random.default_rng(seed), 5
+    X = (scale * (random.normal(size=(n, 3)) + random.normal(size=3))).astype(np.float32)
+    y, owner = random.integers(0, C, n), random.integers(0, parts, n)
+    each = [moments(torch.from_numpy(X[owner == p]), torch.from_numpy(y[owner == p]), C) for p in range(parts)]
+    found = gaussians(added(each))
+    assert found.known.tolist() == [c in y for c in range(C)]
+    assert torch.isfinite(found.mu).all()
+    assert (found.sigma2 >= 0).all()
+    for c in set(y.tolist()):
+        pooled = X[y == c].astype(np.float64)
+        assert_allclose(found.mu[c], pooled.mean(0), rtol=1e-6, atol=1e-6 * scale)
+        assert_allclose(found.sigma2[c], pooled.var(0), rtol=1e-6, atol=1e-6 * scale**2)
+
+
+def test_by_hand() -> None:
+    """Class 0: (1, 2) and (3, 2). Class 2: (5, 0) alone. Class 1 has none."""
+    total = moments(torch.tensor([[1.0, 2], [5, 0], [3, 2]]), torch.tensor([0, 2, 0]), 3)
+    assert {name: value.tolist() for name, value in total.items()} == {
+        "weight": [2, 0, 1],
+        "sum": [[4, 4], [0, 0], [5, 0]],
+        "square": [[10, 8], [0, 0], [25, 0]],
+    }
+    assert all(value.dtype == torch.float64 for value in total.values())
+    mu, sigma2, known = gaussians(total)
+    assert mu.tolist() == [[2, 2], [0, 0], [5, 0]]
+    assert sigma2.tolist() == [[1, 0], [0, 0], [0, 0]]
+    assert known.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(("n", "error"), [(100, 1e-4), (10_000, 1e-3)])
+def test_a_variance_survives_a_mean_of_1e5_deviations(n: int, error: float) -> None:
+    """Ten times what the docstring promises: 1e-16 sqrt(n) 1e10 are 1e-5 and 1e-4."""
+    X = 1e3 + 1e-2 * np.random.default_rng(0).normal(size=(n, 20))
+    labels = torch.zeros(100, dtype=torch.long)
+    total = added([moments(batch, labels, 1) for batch in torch.from_numpy(X).split(100)])
+    assert_allclose(gaussians(total).sigma2[0], X.var(0), rtol=error)
+
+
+@given(value=floats(-1e6, 1e6, width=32), n=integers(1, 50), w=floats(1, 1e5))
+def test_equal_samples_have_no_variance(value: float, n: int, w: float) -> None:
+    """What is left is rounding, and it never falls below 0; of one sample nothing is left."""
+    total = moments(torch.full((n, 1), value), torch.zeros(n, dtype=torch.long), 1)
+    for each in (total, weighted(total, w)):
+        assert 0 <= gaussians(each).sigma2.item() <= 1e-13 * value**2
+    if n == 1:
+        assert gaussians(total).sigma2.item() == 0
+
+
+def test_the_papers_weights_are_equations_14_and_15() -> None:
+    """As printed, class by class, over clients that lack some classes."""
+    random, C, rho, classes = np.random.default_rng(1), 4, [3, 1, 2], [(0, 1), (1, 2), (1, 0)]
+    data = [(random.normal(size=(n, 2)), random.choice(held, n)) for n, held in zip([9, 30, 14], classes, strict=True)]
+    omega = [r * len(y) for r, (_, y) in zip(rho, data, strict=True)]
+    counted = [moments(torch.from_numpy(X), torch.from_numpy(y), C) for X, y in data]
+    found = gaussians(added([weighted(m, w) for m, w in zip(counted, omega, strict=True)]))
+    for c in range(3):
+        here = [(w, X[y == c]) for w, (X, y) in zip(omega, data, strict=True) if c in y]
+        total = sum(w for w, _ in here)
+        mu = sum(w * Z.mean(0) for w, Z in here) / total
+        assert_allclose(found.mu[c], mu)
+        second = sum(w * (Z.mean(0) ** 2 + Z.var(0)) for w, Z in here) / total
+        assert_allclose(found.sigma2[c], second - mu**2)
+    assert found.known.tolist() == [True, True, True, False]
+    assert not torch.allclose(found.mu, gaussians(added(counted)).mu, atol=1e-3)
+
+
+def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
+    old = Gaussians(torch.tensor([[1.0], [2], [0]]), torch.tensor([[4.0], [5], [0]]), torch.tensor([True, True, False]))
+    new = Gaussians(
+        torch.tensor([[7.0], [0], [0]]), torch.tensor([[8.0], [0], [0]]), torch.tensor([True, False, False])
+    )
+    mu, sigma2, known = carried(old, new)
+    assert (mu.tolist(), sigma2.tolist()) == ([[7], [2], [0]], [[8], [5], [0]])
+    assert known.tolist() == [True, True, False]
+
+
+MU, SIGMA2 = torch.tensor([[3.0, -1.0], [0.0, 10.0]]), torch.tensor([[4.0, 0.25], [9.0, 0.0]])
+DRAWN = 20_000
+
+
+def test_normal_ones_are_normal() -> None:
+    """Kolmogorov and Smirnov leave one correct run in 10,000 out for each of three numbers."""
+    vectors = augmented(MU, SIGMA2, DRAWN, "normal", seeded())
+    for c, f in [(0, 0), (0, 1), (1, 0)]:
+        deviation = SIGMA2[c, f].sqrt()
+        assert stats.kstest(((vectors[c, :, f] - MU[c, f]) / deviation).numpy(), "norm").pvalue > 1e-4
+    assert (vectors[1, :, 1] == 10).all()
+    together = torch.cat([vectors[0], vectors[1, :, :1]], dim=1)
+    assert_allclose(np.corrcoef(together.numpy().T), np.eye(3), atol=4.2 / math.sqrt(DRAWN))
+
+
+def test_the_papers_lie_between_mu_and_mu_plus_sigma() -> None:
+    """The first is mu; the others have the mean mu + sigma/2 and the deviation sigma/sqrt(12)."""
+    vectors, sigma = augmented(MU, SIGMA2, DRAWN + 1, "paper", seeded()), SIGMA2.sqrt()
+    assert torch.equal(vectors[:, 0], MU)
+    drawn = vectors[:, 1:].double()
+    assert_allclose(drawn.mean(1), MU + sigma / 2, atol=4.2 * 3 / math.sqrt(12 * DRAWN))
+    assert_allclose(drawn.std(1), sigma / math.sqrt(12), rtol=0.03)
+    beta = (vectors[0, 1:] - MU[0]) / sigma[0]
+    assert_allclose(beta[:, 0], beta[:, 1], atol=1e-5)
+    other = (vectors[1, 1:, 0] - MU[1, 0]) / sigma[1, 0]
+    assert abs(np.corrcoef(beta[:, 0].numpy(), other.numpy())[0, 1]) < 4.2 / math.sqrt(DRAWN)
+
+
+def test_the_releases_are_three() -> None:
+    vectors = augmented(MU, SIGMA2, 7, "release", seeded())
+    shift = vectors[:, 1] - MU
+    assert_allclose(vectors, torch.stack([MU, MU + shift, MU - shift] * 2 + [MU], dim=1), atol=1e-5)
+    many = augmented(torch.zeros(DRAWN, 2), torch.tensor([[4.0, 0.5]]).expand(DRAWN, 2), 2, "release", seeded())
+    uniform = many[:, 1] * 3 / torch.tensor([16.0, 0.25])
+    for f in range(2):
+        assert stats.kstest(uniform[:, f].numpy(), "uniform").pvalue > 1e-4
+    assert abs(np.corrcoef(uniform.numpy().T)[0, 1]) < 4.2 / math.sqrt(DRAWN)
+
+
+@pytest.mark.parametrize("kind", ["normal", "paper", "release"])
+def test_a_generator_decides_and_nothing_is_drawn_for_nothing(kind: Augmentation) -> None:
+    first, again, other = (augmented(MU, SIGMA2, 5, kind, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert augmented(MU[:0], SIGMA2[:0], 5, kind, seeded()).shape == (0, 5, 2)
+    assert augmented(MU, SIGMA2, 0, kind, seeded()).shape == (2, 0, 2)
+
+
+def test_a_missing_class_gets_as_many_as_an_own_one_has() -> None:
+    assert [balanced(24, own) for own in (1, 3, 5, 24)] == [24, 8, 5, 1]
+    assert balanced(2, 9) == 1
+
+
+@given(bound=floats(1e-2, 1e2), scale=floats(1e-2, 1e3), seed=integers(0, 999), n=integers(0, 5))
+def test_no_sample_moves_the_sums_by_more_than_the_sensitivity(bound: float, scale: float, seed: int, n: int) -> None:
+    X = scale * torch.randn(n + 1, 4, generator=seeded(seed))
+    clipped = clipped_rows(X, bound)
+    inside = X.norm(dim=1) < bound * (1 - 1e-6)
+    assert torch.equal(clipped[inside], X[inside].double())
+    labels = torch.arange(n + 1) % 3
+    more, less = moments(clipped, labels, 3), moments(clipped[:n], labels[:n], 3)
+    units = {"weight": 1.0, "sum": bound, "square": bound**2}
+    moved = math.sqrt(sum(float(((more[name] - less[name]) / units[name]).square().sum()) for name in more))
+    assert moved <= math.sqrt(3) * (1 + 1e-9)
+
+
+def test_one_along_an_axis_attains_the_sensitivity_and_the_noise_is_of_it() -> None:
+    """1, 2 and 4, each in its own unit. Kolmogorov and Smirnov leave one correct run in 10,000 out."""
+    one = moments(clipped_rows(torch.tensor([[0.0, 9.0]]), 2.0), torch.tensor([0]), 1)
+    units = {"weight": 1.0, "sum": 2.0, "square": 4.0}
+    assert {name: float(value.abs().max()) for name, value in one.items()} == pytest.approx(units)
+    counted = moments(torch.zeros(0, 50), torch.zeros(0, dtype=torch.long), 200)
+    noise = noisy(counted, 0.7, 2.0, seeded())
+    for name, value in noise.items():
+        assert stats.kstest(value.flatten().numpy() / (0.7 * math.sqrt(3) * units[name]), "norm").pvalue > 1e-4
+    assert abs(np.corrcoef(noise["sum"].flatten().numpy(), noise["square"].flatten().numpy())[0, 1]) < 0.042
+
+
+def test_a_weight_that_noise_left_below_a_half_is_none() -> None:
+    total = {"weight": torch.tensor([-3.0, 0.5, 0.6]), "sum": torch.ones(3, 1), "square": torch.full((3, 1), 2.0)}
+    for each, w in ((total, 0.6), (weighted(total, 6.0), 6.0)):
+        mu, sigma2, known = gaussians(each)
+        assert known.tolist() == [False, False, True]
+        assert each["weight"][2].item() == pytest.approx(w)
+        assert_allclose(mu, [[0], [0], [1 / 0.6]])
+        assert_allclose(sigma2, [[0], [0], [2 / 0.6 - 1 / 0.36]])
