@@ -3,11 +3,14 @@
     python bench/tune.py fot --splits data/splits --seeds 100 101 102 --grid optimizer.lr=0.02,0.05,0.1 \\
         --grid methods.fot.threshold=0.9,0.95,0.98 [--params params.yaml] [--set federation.rounds=5]
 
-Prints every point of the grid, the best first: mean over seeds of ACC, forgetting and accuracy right after learning.
+Prints every point of the grid, the best first: mean over seeds of ACC, forgetting and accuracy right after learning;
+last and without figures where a run ended early, as one that diverges does.
 """
 
 import argparse
 import itertools
+import math
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import numpy as np
 
 from fclmodels import params as reading
 from fclmodels.data.splits import Rows, Splits
+from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 
 METRICS = ("acc", "ft", "learning_acc")
@@ -30,8 +34,12 @@ class OnVal(Splits):
 def judged(params: Path, overrides: list[str], method: str, seed: int, splits: Splits, by: str) -> list[float]:
     with tempfile.TemporaryDirectory() as home:
         settings = reading.load(params, overrides)
-        with Experiment(settings, method, seed, splits, Path(home)) as experiment:
-            metrics = experiment.run(Path(home) / "run")["metrics"][by]
+        try:
+            with Experiment(settings, method, seed, splits, Path(home)) as experiment:
+                metrics = experiment.run(Path(home) / "run")["metrics"][by]
+        except UserError as problem:
+            print(problem, file=sys.stderr)
+            return [math.nan] * len(METRICS)
     return [metrics[name] for name in METRICS]
 
 
@@ -52,7 +60,7 @@ def main() -> None:
         overrides = [*given.set, *point]
         runs = [judged(given.params, overrides, given.method, seed, splits, given.by) for seed in given.seeds]
         found.append((np.mean(runs, axis=0), point))
-    for mean, point in sorted(found, key=lambda one: -one[0][0]):
+    for mean, point in sorted(found, key=lambda one: -np.nan_to_num(one[0][0], nan=-1)):
         print("  ".join(f"{name} {100 * value:5.1f}" for name, value in zip(METRICS, mean, strict=True)), *point)
 
 

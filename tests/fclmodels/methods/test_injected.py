@@ -10,6 +10,7 @@ import torch
 
 from fclmodels.data.splits import Rows
 from fclmodels.federation.replies import Replies
+from fclmodels.listener import Listener
 from fclmodels.methods.fed_dualp import FedDualP
 from fclmodels.methods.injected import InjectedTraining
 from fclmodels.methods.pip_dualp import PipDualP
@@ -24,6 +25,14 @@ DUALP = {"g_layers": (0,), "e_layers": (1,), "length": 2}
 @pytest.fixture
 def pip_of(method_of: Callable) -> Callable[..., Any]:
     return lambda *overrides, kind=PipDualP, **settings: method_of(kind, *VIT, *overrides, **DUALP, **settings)
+
+
+class Stopper(Listener):
+    """Interrupts the run in its second task."""
+
+    def round_done(self, row: dict[str, Any]) -> None:
+        if (row["task"], row["round"]) == (1, 0):
+            raise KeyboardInterrupt
 
 
 def only(rows: Rows, label: int) -> Rows:
@@ -175,18 +184,8 @@ def test_an_interrupted_run_goes_on_to_the_bit(
     few = (*VIT, *own, "federation.clients_per_round=2", "federation.checkpoint_seconds=0")
     experiment_of(*few, method="pip-dualp", splits=splits).run(tmp_path / "plain")
 
-    class Stopped(Exception):
-        pass
-
-    from fclmodels.listener import Listener
-
-    class Stopper(Listener):
-        def round_done(self, row: dict[str, Any]) -> None:
-            if (row["task"], row["round"]) == (1, 0):
-                raise Stopped
-
     home = tmp_path / "home"
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         experiment_of(*few, method="pip-dualp", splits=splits, home=home, listener=Stopper()).run(tmp_path / "again")
     workers = ("federation.executor=processes", "federation.workers=2")
     experiment_of(*few, *workers, method="pip-dualp", splits=splits, home=home).run(tmp_path / "again")

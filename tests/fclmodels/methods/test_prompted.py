@@ -1,4 +1,4 @@
-"""Fed-L2P, Fed-DualP and the other methods on a frozen backbone: what is trained, what travels, what a client counts."""
+"""Methods on a frozen backbone, Fed-L2P and Fed-DualP among them: what is trained, what travels, what a client counts."""
 
 from collections.abc import Callable
 from typing import Any
