@@ -1,4 +1,4 @@
-"""Methods on a frozen backbone, Fed-L2P and Fed-DualP among them: what is trained, what travels, what a client counts."""
+"""Methods on a frozen backbone, such as Fed-L2P and Fed-DualP: what is trained, what travels, what a client counts."""
 
 from collections.abc import Callable
 from typing import Any
