@@ -38,6 +38,13 @@ federation: {rounds: 2, batch_size: 4, executor: serial, workers: 1}
 optimizer: {lr: 0.1}
 device: cpu
 """
+# For methods that attach something to the layers of a transformer.
+ON_VIT = ("fed-dualp", "fed-l2p", "lora", "pip-dualp", "pip-l2p")
+VIT = (
+    *("model.backbone=vit", "model.patch=3", "model.width=8", "model.depth=2", "model.attention_heads=2"),
+    *("model.mlp_width=8", "methods.fed-dualp.g_layers=[0]", "methods.fed-dualp.e_layers=[1]"),
+    *("methods.pip-dualp.g_layers=[0]", "methods.pip-dualp.e_layers=[1]"),
+)
 SCHEMA = {
     "sample": pl.UInt32,
     "label": pl.Int32,
@@ -232,6 +239,7 @@ def experiment_of(tmp_path: Path, params_of: MakeParams, splits_of: MakeSplits) 
         listener: Listener | None = None,
     ) -> Experiment:
         home = home or tmp_path / f"home-{len(opened)}"
+        overrides = (*(VIT if method in ON_VIT else ()), *overrides)
         opened.append(Experiment(params_of(*overrides), method, seed, splits or splits_of(), home, listener))
         return opened[-1]
 

@@ -93,7 +93,7 @@ def slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor
     By name and in the shapes of the server's weights; heads that L_tau does not know have no entry.
     """
     clients = clients_of(method, server, task)
-    parameters = dict(clients[0][1].network.named_parameters())
+    parameters = {name: p for name, p in clients[0][1].network.named_parameters() if name in server.weights}
     total = {name: torch.zeros_like(server.weights[name], dtype=torch.float64) for name in parameters}
     second_moment = 0.0
     for share, training in clients:
