@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, product
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import fclmodels.backbones
 import fclmodels.methods
 from fclmodels import params as reading
+from fclmodels.data.prepare import prepare
+from fclmodels.data.split import split as deal
 from fclmodels.data.splits import Splits, content_digest
 from fclmodels.experiment import Experiment
 from fclmodels.federation import rounds
@@ -29,6 +32,7 @@ from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Method
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.plugins import find
 from fclmodels.settings import Params
 
 SETTINGS = """
@@ -281,3 +285,46 @@ def toys() -> Iterator[Path]:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+# What methods claim, over seeds.
+
+DEFAULTS = Path(__file__).parents[2] / "params.yaml"
+SEEDS = range(5)
+
+
+@pytest.fixture(scope="session")
+def split_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Splits]:
+    """The splits of params.yaml with other settings."""
+
+    def make(settings: list[str]) -> Splits:
+        folder, params = tmp_path_factory.mktemp("split"), reading.load(DEFAULTS, settings)
+        prepare(find("source", params.data.source)(params.data), folder / "prepared")
+        stream = find("stream", params.stream.kind)(params.stream)
+        partition = find("partition", params.partition.kind)(params.partition)
+        deal(folder / "prepared", stream, partition, folder / "splits")
+        return Splits.open(folder / "splits")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, dict[str, np.ndarray]]]:
+    """Metrics of a reading, {method: {metric: one value a seed}}, for settings of each method; printed too."""
+
+    def measure(
+        splits: Splits, tuned: Mapping[str, list[str]], shared: list[str], by: str, metrics: tuple[str, ...]
+    ) -> dict[str, dict[str, np.ndarray]]:
+        folder, values = tmp_path_factory.mktemp("seeds"), {}
+        for method, own in tuned.items():
+            params, found = reading.load(DEFAULTS, [*shared, *own]), []
+            for seed in SEEDS:
+                with Experiment(params, method, seed, splits, folder) as experiment:
+                    found.append(experiment.run(folder / f"{method}-{seed}")["metrics"][by])
+            values[method] = {name: np.array([of[name] for of in found]) for name in metrics}
+            for name, of_seeds in values[method].items():
+                mean, each = 100 * of_seeds.mean(), np.round(100 * of_seeds, 1)
+                sys.stdout.write(f"{method:9} {name:12} mean {mean:5.1f}  seeds {each}\n")
+        return values
+
+    return measure

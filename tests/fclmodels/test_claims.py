@@ -6,22 +6,14 @@ In ten rounds of one epoch: learning rates 0.05, 0.1, 0.2, thresholds 0.85, 0.9,
 lambda auto, 0.1, 0.2, 0.4, and 0.03, 0.05 at the best rate. auto has a caveat, docs/results.md.
 """
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fclmodels import params as reading
-from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split
 from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
-from fclmodels.plugins import find
 
-REPOSITORY = Path(__file__).parents[2]
-SEEDS = range(5)
 STREAM = ["data.source=digits-domains", "stream.kind=domain-incremental", "federation.executor=serial"]
 SHORT = ["federation.rounds=10", "federation.local_epochs=1"]
 LONG = ["federation.rounds=20", "federation.local_epochs=5"]
@@ -35,46 +27,26 @@ TUNED_LONG = {
     "special": [*LONG, "optimizer.lr=0.05", "methods.special.lambda=auto"],
 }
 METRICS = ("acc", "fgt", "bwt", "learning_acc")
+Measured = dict[str, dict[str, np.ndarray]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Splits:
-    folder = tmp_path_factory.mktemp("digits")
-    params = reading.load(REPOSITORY / "params.yaml", STREAM)
-    prepare(find("source", params.data.source)(params.data), folder / "prepared")
-    stream = find("stream", params.stream.kind)(params.stream)
-    partition = find("partition", params.partition.kind)(params.partition)
-    split(folder / "prepared", stream, partition, folder / "splits")
-    return Splits.open(folder / "splits")
+def digits(split_of: Callable[[list[str]], Splits]) -> Splits:
+    return split_of(STREAM)
 
 
 @pytest.fixture(scope="module")
-def measured(digits: Splits, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+def measured(digits: Splits, over_seeds: Callable[..., Measured]) -> Measured:
     """The task-aware metrics of each method after short training, one value a seed."""
-    folder = tmp_path_factory.mktemp("short")
-    return {method: task_aware(method, settings, digits, folder) for method, settings in TUNED.items()}
+    return over_seeds(digits, TUNED, STREAM, "task_aware", METRICS)
 
 
 @pytest.fixture(scope="module")
-def measured_long(digits: Splits, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+def measured_long(digits: Splits, over_seeds: Callable[..., Measured]) -> Measured:
     """The same after training that has converged, without which an anchor has little to hold."""
-    folder = tmp_path_factory.mktemp("long")
-    return {method: task_aware(method, settings, digits, folder) for method, settings in TUNED_LONG.items()}
-
-
-def task_aware(method: str, settings: list[str], splits: Splits, folder: Path) -> dict[str, np.ndarray]:
-    params = reading.load(REPOSITORY / "params.yaml", [*STREAM, *settings])
-    found: list[dict[str, Any]] = []
-    for seed in SEEDS:
-        with Experiment(params, method, seed, splits, folder) as experiment:
-            found.append(experiment.run(folder / f"{method}-{seed}")["metrics"]["task_aware"])
-    values = {name: np.array([metrics[name] for metrics in found]) for name in METRICS}
-    for name, of_seeds in values.items():
-        line = f"{method:9} {name:12} mean {100 * of_seeds.mean():5.1f}  seeds {np.round(100 * of_seeds, 1)}\n"
-        sys.stdout.write(line)
-    return values
+    return over_seeds(digits, TUNED_LONG, STREAM, "task_aware", METRICS)
 
 
 @pytest.mark.parametrize("method", ["fot", "fedprotip"])
