@@ -87,7 +87,7 @@ class FedAvg(Method):
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
         training = self.prepared(client, payload)
         loss, network, start = training.run(), training.network, training.start
-        update, weight, own = training.update(), self.weight(client), self.own(client, network)
+        update, weight, own = training.update(), self.client_weight(client), self.own(client, network)
         measured = statistics_names(network) - own.get("statistics", {}).keys()
         changes = {name: network.get_buffer(name) - start[name] for name in measured if name in start}
         torch._foreach_mul_([*update.values(), *changes.values()], weight)
@@ -98,9 +98,10 @@ class FedAvg(Method):
         if changes:
             parts["statistics"] = Part("statistics", changes)
         parts |= self.further_parts(client, payload, network)
-        return Reply(parts, loss, len(client.rows), client.round), {**client.memory, **own}
+        memory = {**client.memory, **own} if own else client.memory
+        return Reply(parts, loss, len(client.rows), client.round), memory
 
-    def weight(self, client: Client) -> float:
+    def client_weight(self, client: Client) -> float:
         """What a client counts in the average."""
         return client.weight
 

@@ -126,7 +126,7 @@ class Injected(Prompted):
         if self.settings.noise_multiplier is not None:
             total = noisy(total, self.settings.noise_multiplier, self.settings.noise_bound, client.generator("noise"))
         if self.settings.pooled == "omega":
-            total = weighted(total, self.weight(client))
+            total = weighted(total, self.client_weight(client))
         return Part("prototype", total)
 
     def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:

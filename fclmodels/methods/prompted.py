@@ -95,7 +95,7 @@ class Prompted(Frozen):
         update = {n: t for n, t in reply.parts["update"].tensors.items() if not n.startswith("heads.")}
         return replace(reply, parts={**reply.parts, "update": Part("update", update)}), memory
 
-    def weight(self, client: Client) -> float:
+    def client_weight(self, client: Client) -> float:
         return client.weight * (taken(client) if self.settings.omega == "participation" else 1)
 
     def own(self, client: Client, network: Network) -> Memory:

@@ -97,7 +97,7 @@ def test_with_participation_a_client_counts_more_each_time(frozen_of: Callable, 
         weights.append(float(reply.parts["weight"].tensors["weight"]))
     assert weights == [8, 16, 24]
     later = client_of(method, 0, task=1, memory=memory)
-    assert method.weight(later) == 8
+    assert method.client_weight(later) == 8
 
 
 def test_own_heads_stay_with_their_clients(frozen_of: Callable, client_of: Callable) -> None:
