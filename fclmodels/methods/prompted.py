@@ -50,9 +50,16 @@ class Prompted(Frozen):
         return self.settings.head == "own"
 
     def advice(self) -> list[str]:
-        if self.shown_as_prepared:
-            return super().advice()
-        return [*super().advice(), "augment changes pixels: each step asks the frozen backbone for its queries anew"]
+        lines = super().advice()
+        if not self.shown_as_prepared:
+            lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
+        first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))
+        if self.loss_is_over_seen(first) and last.seen > first.seen:
+            lines.append(
+                "model.loss_over: seen lets a new task push down earlier ones' classes; the papers train over the task's "
+                "classes alone (model.loss_over: task)"
+            )
+        return lines
 
     # Queries are of the frozen backbone alone, so they are computed once a data set.
 

@@ -142,6 +142,16 @@ def test_pixels_that_augmentation_changes_are_queried_anew_and_told(frozen_of: C
     assert not any("augment" in line for line in frozen_of(FedDualP, **DUALP).advice())
 
 
+@pytest.mark.parametrize(
+    ("settings", "domains", "told"), [((), False, True), (("model.loss_over=task",), False, False), ((), True, False)]
+)
+def test_a_loss_that_pushes_earlier_classes_down_is_told_of(
+    settings: tuple[str, ...], domains: bool, told: bool, frozen_of: Callable, splits_of: Callable
+) -> None:
+    method = frozen_of(FedDualP, *settings, splits=splits_of(same_classes=domains), **DUALP)
+    assert any("model.loss_over: task" in line for line in method.advice()) == told
+
+
 def test_a_frozen_backbone_that_was_drawn_is_told_of(frozen_of: Callable) -> None:
     assert any("model.weights is not set" in line for line in frozen_of(LinearProbe).advice())
 
