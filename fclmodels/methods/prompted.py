@@ -56,8 +56,8 @@ class Prompted(Frozen):
         first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))
         if self.loss_is_over_seen(first) and last.seen > first.seen:
             lines.append(
-                "model.loss_over: seen lets a new task push down earlier ones' classes; the papers train over the task's "
-                "classes alone (model.loss_over: task)"
+                "model.loss_over: seen lets a new task push down earlier ones' classes; the papers train over the "
+                "task's classes alone (model.loss_over: task)"
             )
         return lines
 
