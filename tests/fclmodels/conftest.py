@@ -310,7 +310,7 @@ def split_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], 
 
 @pytest.fixture(scope="session")
 def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, dict[str, np.ndarray]]]:
-    """Metrics of a reading, {method: {metric: one value a seed}}, for settings of each method; printed too."""
+    """Metrics of a reading, and bytes: {method: {metric: one value a seed}} for settings of each method; printed too."""
 
     def measure(
         splits: Splits, tuned: Mapping[str, list[str]], shared: list[str], by: str, metrics: tuple[str, ...]
@@ -320,11 +320,12 @@ def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[s
             params, found = reading.load(DEFAULTS, [*shared, *own]), []
             for seed in SEEDS:
                 with Experiment(params, method, seed, splits, folder) as experiment:
-                    found.append(experiment.run(folder / f"{method}-{seed}")["metrics"][by])
+                    result = experiment.run(folder / f"{method}-{seed}")
+                found.append(result | result["metrics"][by])
             values[method] = {name: np.array([of[name] for of in found]) for name in metrics}
             for name, of_seeds in values[method].items():
-                mean, each = 100 * of_seeds.mean(), np.round(100 * of_seeds, 1)
-                sys.stdout.write(f"{method:9} {name:12} mean {mean:5.1f}  seeds {each}\n")
+                shown = of_seeds if name.startswith("bytes") else 100 * of_seeds
+                sys.stdout.write(f"{method:9} {name:12} mean {shown.mean():5.1f}  seeds {np.round(shown, 1)}\n")
         return values
 
     return measure
