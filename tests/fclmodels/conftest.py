@@ -310,7 +310,7 @@ def split_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], 
 
 @pytest.fixture(scope="session")
 def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, dict[str, np.ndarray]]]:
-    """Metrics of a reading, and bytes: {method: {metric: one value a seed}} for settings of each method; printed too."""
+    """Metrics of a reading, and bytes: {method: {metric: one value a seed}}, settings of each method given; printed."""
 
     def measure(
         splits: Splits, tuned: Mapping[str, list[str]], shared: list[str], by: str, metrics: tuple[str, ...]
