@@ -24,16 +24,19 @@ Selection = Literal["sample", "batch"]
 
 @dataclass(frozen=True)
 class Features:
-    """similarity: mean cosine between the queries and the keys chosen for them; None where there are no keys."""
+    """distance: 1 - cosine of a query and each key chosen for it, in sum over these and in mean over samples (eq. 5);
+    None where there are no keys."""
 
     features: Tensor
-    similarity: Tensor | None = None
+    distance: Tensor | None = None
 
 
 class Adapted(FeatureNet):
     """Kind none: the features of the frozen backbone. The others add `prompts`, a module of all that is trained."""
 
     kind: ClassVar[str] = "none"
+    queried: ClassVar[bool] = True
+    """Whether features or what is chosen follow from the samples' queries."""
     depends_on_batch = False
     """Whether a sample's features depend on the others of its batch."""
 
@@ -56,7 +59,7 @@ class Adapted(FeatureNet):
 
     def prompted(self, x: Tensor, task: int | None = None, queries: Tensor | None = None) -> Features:
         """Features of a batch. task: the one that it is of, if known; queries: what `query(x)` gave, if kept."""
-        return Features(self.query(x))
+        return Features(self.query(x) if queries is None else queries)
 
     @torch.no_grad()
     def query(self, x: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ class L2P(Prompted):
         chosen = select(scores, self.top_k, self.selection)
         prompts = self.prompts.prompts[chosen].flatten(1, 2)
         output = self.frozen.encode(torch.cat([prompts, self.frozen.embed(x)], dim=1))
-        return Features(output[:, : prompts.shape[1]].mean(1), scores.gather(1, chosen).mean())
+        return Features(output[:, : prompts.shape[1]].mean(1), distance(scores, chosen))
 
 
 class L2PPool(Pool):
@@ -158,7 +161,7 @@ class L2PPool(Pool):
 
 
 class DualP(Prompted):
-    """Prefixes (PIP eq. 3) of a general prompt in some layers and of expert prompts in others; the class token.
+    """A general prompt in some layers and expert prompts in others, as prefixes or as tokens; the class token.
 
     A batch of a known task has that task's expert alone: slot task, or task modulo the pool where that is smaller.
     Else a sample has the top_k experts that its query finds, one after the other.
@@ -172,6 +175,9 @@ class DualP(Prompted):
         g_layers: tuple[NonNegativeInt, ...] = Field((0, 1), description="layers, from 0, that have the general prompt")
         e_layers: tuple[NonNegativeInt, ...] = Field(
             (2, 3, 4), min_length=1, description="layers, from 0, that have expert prompts"
+        )
+        enter: Literal["prefix", "tokens"] = Field(
+            "prefix", description="prompts enter a layer as K and V (PIP eq. 3), or as tokens before its input (eq. 2)"
         )
 
     def __init__(self, frozen: FeatureNet, settings: Settings, tasks: int) -> None:
@@ -188,25 +194,32 @@ class DualP(Prompted):
             chosen = torch.full((len(x), 1), task % scores.shape[1], device=x.device)
         general = self.prompts.general[:, :, None].expand(-1, -1, len(x), -1, -1)
         experts = self.prompts.experts[:, :, chosen].flatten(3, 4)
-        prefixes = zip(self.layers, (*general, *experts), strict=True)
-        attached = {layer: Attached(prefix=(p_K, p_V)) for layer, (p_K, p_V) in prefixes}
+        prompts = zip(self.layers, (*general, *experts), strict=True)
+        attached = {layer: entering(prompt) for layer, prompt in prompts}
         output = self.frozen.encode(self.frozen.embed(x), attached)
-        return Features(output[:, 0], scores.gather(1, chosen).mean())
+        return Features(output[:, 0], distance(scores, chosen))
+
+
+def entering(prompt: Tensor) -> Attached:
+    """What [2, B, L, D], p_K and p_V, or the tokens [1, B, L, D] attach to a layer."""
+    return Attached(prefix=(prompt[0], prompt[1])) if len(prompt) == 2 else Attached(tokens=prompt[0])
 
 
 class DualPool(Pool):
-    """general [g_layers, 2, L, D] and experts [e_layers, 2, pool, L, D], the 2 being p_K and p_V"""
+    """general [g_layers, n, L, D] and experts [e_layers, n, pool, L, D]; n is 2 for p_K and p_V, 1 for tokens"""
 
     def __init__(self, size: int, settings: DualP.Settings, width: int) -> None:
         super().__init__(size, width)
-        self.general = nn.Parameter(_uniform(len(settings.g_layers), 2, settings.length, width))
-        self.experts = nn.Parameter(_uniform(len(settings.e_layers), 2, size, settings.length, width))
+        n = 2 if settings.enter == "prefix" else 1
+        self.general = nn.Parameter(_uniform(len(settings.g_layers), n, settings.length, width))
+        self.experts = nn.Parameter(_uniform(len(settings.e_layers), n, size, settings.length, width))
 
 
 class LoraOnVit(OnVit):
     """dW = scale * B A on W_Q and W_V of some layers; the class token."""
 
     kind = "lora"
+    queried = False
     prompts: "LoraMatrices"
 
     class Settings(BaseSettings):
@@ -243,6 +256,11 @@ def adapt(backbone: FeatureNet, adapter: Mapping[str, Any], tasks: int) -> Adapt
     """The backbone, frozen from here on, with what the adapter attaches to it after so many tasks."""
     kind, settings = _read(adapter)
     return kind(backbone, settings, tasks)
+
+
+def distance(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Of cosines [B, pool], 1 - that of each chosen slot [B, k], in sum over k and in mean over the batch."""
+    return (1 - scores.gather(1, chosen)).sum(1).mean()
 
 
 def select(scores: Tensor, top_k: int, selection: Selection) -> Tensor:

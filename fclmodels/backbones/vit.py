@@ -1,7 +1,7 @@
 """A vision transformer (Dosovitskiy et al. 2021) as torchvision has it, whose ViT-B/16 loads; or any smaller one.
 
 ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. What a method attaches to a layer
-(adapters.py) reaches its attention here: prefixes as in PIP eq. 3 and 4, LoRA as in Hu et al. 2021.
+(adapters.py) reaches it here: tokens as in PIP eq. 2, prefixes as in eq. 3 and 4, LoRA as in Hu et al. 2021.
 """
 
 import math
@@ -72,8 +72,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class Attached:
-    """What a method attaches to one layer; prefix: (p_K, p_V), each [B, L, D], a sample's own in its row."""
+    """What a method attaches to one layer, a sample's own in its row. prefix: (p_K, p_V), each [B, L, D].
 
+    tokens [B, L, D] stand before the layer's input; what the layer makes of them goes no further.
+    """
+
+    tokens: Tensor | None = None
     prefix: tuple[Tensor, Tensor] | None = None
     lora: Lora | None = None
 
@@ -146,7 +150,10 @@ class Layer(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, h: Tensor, attached: Attached) -> Tensor:
-        h = h + self.self_attention(self.ln_1(h), attached)
+        more = 0
+        if attached.tokens is not None:
+            h, more = torch.cat([attached.tokens, h], dim=1), attached.tokens.shape[1]
+        h = (h + self.self_attention(self.ln_1(h), attached))[:, more:]
         return h + self.mlp(self.ln_2(h))
 
 

@@ -4,23 +4,38 @@ Every client has the backbone before the run (PIP Algorithm 1, line 2): read fro
 without gradients. No message, no server state and no checkpoint holds it; a published model does.
 """
 
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.adapters import Adapted, grow_prompts
+from fclmodels import state
+from fclmodels.backbones.adapters import Adapted, Features, grow_prompts
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.network import FROZEN, Network, build
+from fclmodels.backbones.queries import kept
 from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
+from fclmodels.federation.executor import torch_threads
+from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
+from fclmodels.fingerprint import source_closure
 from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.plugins import find
+from fclmodels.settings import AugmentSettings
 from fclmodels.settings import Settings as BaseSettings
+
+AT_ONCE = 256  # samples that pass the frozen backbone together, where nothing is trained
 
 
 class Frozen(FedAvg):
@@ -44,9 +59,68 @@ class Frozen(FedAvg):
         return {"kind": self.attaches.kind, **self.settings.model_dump(mode="json", include=told)}
 
     def advice(self) -> list[str]:
-        if self.run.params.model.weights is None:
-            return ["model.weights is not set: the frozen backbone is as it was drawn. fcl pretrain makes one"]
-        return []
+        weights, lines = self.run.params.model.weights, []
+        if weights is None:
+            lines.append("model.weights is not set: the frozen backbone is as it was drawn. fcl pretrain makes one")
+        elif met := sorted(classes_on_card(weights) & set(self.run.splits.classes)):
+            lines.append(f"model.weights was pretrained on classes of this stream: {', '.join(met)}")
+        if self.attaches.queried and not self.shown_as_prepared:
+            lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
+        return lines
+
+    # A sample's query, its features on the frozen backbone, never changes: computed once a data set, then kept.
+
+    def setup(self) -> Server:
+        server = super().setup()
+        _ = self.queries  # here, so that workers find them
+        return server
+
+    @property
+    def shown_as_prepared(self) -> bool:
+        """Whether a client's network sees every sample as it was prepared, in each epoch and task."""
+        return self.run.params.augment == AugmentSettings() and all(
+            t.permutation is None for t in self.run.splits.tasks
+        )
+
+    @cached_property
+    def queries(self) -> Tensor | None:
+        """[N, F] of all prepared samples; None where none are asked for, clients see other pixels, or have no home."""
+        if self.run.home is None or not self.attaches.queried or not self.shown_as_prepared:
+            return None
+        splits = self.run.splits
+
+        def compute() -> Iterator[Tensor]:
+            nothing = torch.zeros(AT_ONCE, dtype=torch.int64, device=self.run.device)
+            for images in splits.images.split(AT_ONCE):
+                labels = nothing[: len(images)]
+                yield self.frozen(self.run.batches.ready(Batch(images.to(self.run.device), labels, labels)).inputs)
+
+        with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
+            return kept(
+                self.run.home / "queries", self.key_of_queries, (len(splits.images), self.frozen.features), compute
+            )
+
+    @property
+    def key_of_queries(self) -> str:
+        """A digest of all that they depend on."""
+        model, splits = self.run.params.model, self.run.splits
+        about = {
+            "weights": state.digest(dict(self.frozen.state_dict())),
+            "model": model.model_dump(mode="json", exclude={"weights"}),
+            "data": [splits.prepared_digest, splits.mean, splits.std],
+            "on": [self.run.device.type, torch.__version__],
+            "code": source_closure(find("backbone", model.backbone).__module__),
+        }
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+    def found(self, network: Network, batch: Batch, task: int) -> Features:
+        """What the network says of a batch of the task, by its kept queries where there are some."""
+        queries = None if self.queries is None else self.queries[batch.samples].to(batch.inputs.device)
+        return backbone_of(network).prompted(batch.inputs, task, queries)
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        task, network = training.client.task, training.network
+        return self.cross_entropy(network, self.found(network, batch, task).features, batch.labels, task)
 
     # The network: the frozen part is put in once, by `prepare`.
 
@@ -86,6 +160,12 @@ class Frozen(FedAvg):
 
     def own(self, client: Client, network: Network) -> Memory:
         return {}
+
+
+def classes_on_card(weights: Path) -> set[str]:
+    """What weights were trained on, where fcl pretrain's card lies beside them."""
+    card = weights.with_name("card.json")
+    return set(json.loads(card.read_text()).get("classes", ())) if card.is_file() else set()
 
 
 def backbone_of(network: Network) -> Adapted:

@@ -1,14 +1,13 @@
 """The nearest-prototype classifier: no training; a class is the mean of its features on the frozen backbone.
 
-Each client tells its classes' counts and sums the first time that it takes part in a task. The head is the linear form
+Each client tells its classes' counts and sums until the server has heard of it in the task. A head is the linear form
 of the nearest mean: w_c = mu_c, b_c = -||mu_c||^2 / 2, and no class is answered of which nobody has told.
 
-memory: `told`, the last task of which the client has told.
+knowledge: `told`, {head: {weight [C], sum [C, F]}}; `heard`, the clients that have told of the present task.
 """
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
-from fclmodels.methods.frozen import Frozen, backbone_of
+from fclmodels.methods.frozen import AT_ONCE, Frozen
 from fclmodels.numerics.prototypes import moments
 
 UNKNOWN = -1e9  # the logit of a class without a prototype
@@ -31,40 +30,50 @@ class NearestPrototype(Frozen):
     paper = "Prototypical Networks for Few-shot Learning"
 
     def start_task(self, server: Server, task: int) -> Server:
-        started = super().start_task(server, task)
-        classes, features = started.spec.seen, started.weights["heads.0.weight"].shape[1]
-        known = server.knowledge.get("told", {"weight": torch.zeros(0), "sum": torch.zeros(0, features)})
-        more = classes - len(known["weight"])
-        told = {
-            "weight": torch.cat([known["weight"].double(), torch.zeros(more, dtype=torch.float64)]),
-            "sum": torch.cat([known["sum"].double(), torch.zeros(more, features, dtype=torch.float64)]),
+        started, known = super().start_task(server, task), server.knowledge.get("told", {})
+        heads = {
+            name: W for name, W in started.weights.items() if name.startswith("heads.") and name.endswith("weight")
         }
-        return replace(started, weights={**started.weights, **nearest(told)}, knowledge={"told": told})
+        told = {}
+        for name, W in heads.items():
+            total = moments(W[:0], torch.zeros(0, dtype=torch.int64), len(W))
+            for part, value in known.get(name, {}).items():
+                total[part][: len(value)] = value
+            told[name] = total
+        return with_heads(started, told, heard=torch.zeros(0, dtype=torch.int64))
+
+    def payload(self, server: Server) -> Payload:
+        return {**super().payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
-        labels, found = torch.tensor(server.spec.tasks[server.task]), replies.sum("moments")
-        told = {name: value.index_add(0, labels, found[name]) for name, value in server.knowledge["told"].items()}
-        return replace(server, weights={**server.weights, **nearest(told)}, knowledge={"told": told})
+        own, found = server.spec.head == "per-task", replies.sum("moments")
+        classes = server.spec.tasks[server.task]
+        head = f"heads.{server.task if own else 0}.weight"
+        rows = torch.arange(len(classes)) if own else torch.tensor(classes)
+        total = {n: value.index_add(0, rows, found[n]) for n, value in server.knowledge["told"][head].items()}
+        heard = torch.cat([server.knowledge["heard"], torch.tensor(sorted(replies.facts))]).unique()
+        return with_heads(server, {**server.knowledge["told"], head: total}, heard)
 
     @torch.no_grad()
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
         network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
-        classes = len(network.spec.tasks[client.task])
-        rows = (
-            client.rows.take(np.empty(0, dtype=np.int64)) if client.memory.get("told") == client.task else client.rows
-        )
-        width = network.backbone.features
-        total = {"weight": torch.zeros(classes, dtype=torch.float64), "sum": torch.zeros(classes, width).double()}
-        for batch in self.run.batches.ordered(rows, self.run.params.evaluation.batch_size):
-            features = backbone_of(network).prompted(batch.inputs).features
-            found = moments(features, local_labels(network.spec, client.task, batch.labels), classes)
-            total = {name: value + found[name].cpu() for name, value in total.items()}
-        return Reply({"moments": Part("prototype", total)}, 0.0, len(client.rows), client.round), {"told": client.task}
+        classes, rows = len(network.spec.tasks[client.task]), client.rows
+        nothing = torch.zeros(0, network.backbone.features)
+        total = moments(nothing, torch.zeros(0, dtype=torch.int64), classes)
+        if client.index not in payload["heard"].tensors["clients"]:
+            for batch in self.run.batches.ordered(rows, AT_ONCE):
+                features = self.found(network, batch, client.task).features
+                found = moments(features, local_labels(network.spec, client.task, batch.labels), classes)
+                total = {name: value + found[name].cpu() for name, value in total.items()}
+        return Reply({"moments": Part("prototype", total)}, 0.0, len(rows), client.round), client.memory
 
 
-def nearest(told: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head [C, F] whose largest logit is the nearest mean's."""
-    known = told["weight"] > 0
-    mu = torch.where(known[:, None], told["sum"] / told["weight"].clamp(min=1)[:, None], 0.0)
-    bias = torch.where(known, -mu.square().sum(1) / 2, UNKNOWN)
-    return {"heads.0.weight": mu.float(), "heads.0.bias": bias.float()}
+def with_heads(server: Server, told: dict[str, dict[str, Tensor]], heard: Tensor) -> Server:
+    """The server whose heads [C, F] have their largest logit at the nearest mean."""
+    weights = dict(server.weights)
+    for name, total in told.items():
+        known = total["weight"] > 0
+        mu = total["sum"] / torch.where(known, total["weight"], torch.inf)[:, None]
+        bias = torch.where(known, -mu.square().sum(1) / 2, UNKNOWN)
+        weights |= {name: mu.float(), name.replace("weight", "bias"): bias.float()}
+    return replace(server, weights=weights, knowledge={"told": told, "heard": heard})

@@ -1,35 +1,24 @@
 """Federated prompts (PIP section 3.2, Algorithm 2): clients train prompts, keys and head, the server averages them.
 
-The loss is eq. 5: cross entropy + lambda (1 - cosine of the samples' queries and their prompts' keys).
+The loss is eq. 5: cross entropy + lambda sum_k (1 - cosine of a sample's query and the key of its k-th prompt).
 
 memory: `taken` {task, rounds}: how often the client has taken part in the task; `head`, where each keeps its own.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fclmodels import state
 from fclmodels.backbones.network import Network
-from fclmodels.backbones.queries import kept
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
-from fclmodels.federation.executor import torch_threads
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.messages import Part, Payload, Reply
-from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
-from fclmodels.methods.frozen import Frozen, backbone_of
-from fclmodels.settings import AugmentSettings
-
-QUERIED = 256  # samples that pass the frozen backbone at once
+from fclmodels.methods.frozen import Frozen
 
 
 class Prompted(Frozen):
@@ -51,8 +40,6 @@ class Prompted(Frozen):
 
     def advice(self) -> list[str]:
         lines = super().advice()
-        if not self.shown_as_prepared:
-            lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
         first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))
         if self.loss_is_over_seen(first) and last.seen > first.seen:
             lines.append(
@@ -60,38 +47,6 @@ class Prompted(Frozen):
                 "task's classes alone (model.loss_over: task)"
             )
         return lines
-
-    # Queries are of the frozen backbone alone, so they are computed once a data set.
-
-    def setup(self) -> Server:
-        server = super().setup()
-        _ = self.queries  # here, so that workers find them
-        return server
-
-    @property
-    def shown_as_prepared(self) -> bool:
-        """Whether a client's network sees every sample as it was prepared, in each epoch and task."""
-        return self.run.params.augment == AugmentSettings() and all(
-            t.permutation is None for t in self.run.splits.tasks
-        )
-
-    @cached_property
-    def queries(self) -> Tensor | None:
-        """[N, F] of all prepared samples; None where clients see other pixels, or there is nowhere to keep them."""
-        if self.run.home is None or not self.shown_as_prepared:
-            return None
-        splits = self.run.splits
-
-        def compute() -> Iterator[Tensor]:
-            nothing = torch.zeros(QUERIED, dtype=torch.int64, device=self.run.device)
-            for images in splits.images.split(QUERIED):
-                labels = nothing[: len(images)]
-                yield self.frozen(self.run.batches.ready(Batch(images.to(self.run.device), labels, labels)).inputs)
-
-        about = [state.digest(dict(self.frozen.state_dict())), splits.prepared_digest, splits.mean, splits.std]
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
-            return kept(self.run.home / "queries", digest, (len(splits.images), self.frozen.features), compute)
 
     # On a client.
 
@@ -122,17 +77,15 @@ class Prompted(Frozen):
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         task, network = training.client.task, training.network
-        queries = None if self.queries is None else self.queries[batch.samples].to(batch.inputs.device)
-        found = backbone_of(network).prompted(batch.inputs, task, queries)
-        features, labels = self.enriched(training, found.features, batch.labels)
-        loss = self.cross_entropy(network, features, labels, task)
-        if found.similarity is not None:
-            loss = loss + self.settings.matching * (1 - found.similarity)
+        found = self.found(network, batch, task)
+        loss = self.head_loss(training, found.features, batch.labels)
+        if found.distance is not None:
+            loss = loss + self.settings.matching * found.distance
         return loss
 
-    def enriched(self, training: LocalTraining, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The features [B, F] and labels [B] that the head learns from."""
-        return features, labels
+    def head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
+        """The cross entropy of a batch's features [B, F] and labels [B]."""
+        return self.cross_entropy(training.network, features, labels, training.client.task)
 
 
 def taken(client: Client) -> int:

@@ -5,6 +5,7 @@ float64. With weight = count, moments that are added over batches and clients ar
 eq. 7, 8, 14 and 15 in one. With `weighted` they are added as eq. 14 and 15 are printed.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,10 +15,7 @@ from fclmodels.numerics.privacy import noise_share
 
 Moments = dict[str, Tensor]
 Augmentation = Literal["normal", "paper", "release"]
-
-# Counts are whole, so that this parts none from one. Of a noisy weight up to here none is the nearer one, and to divide
-# by it would only make the noise larger, or turn the mean round.
-NONE = 0.5
+SENSITIVITY = math.sqrt(3)  # of a sample's count, sum and squares together, in the units of `noisy`
 
 
 class Gaussians(NamedTuple):
@@ -39,23 +37,24 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
     }
 
 
-def weighted(counted: Moments, w: float) -> Moments:
+def weighted(counted: Moments, w: float, least: float = 0.0) -> Moments:
     """A client's w, w mu and w (mu^2 + sigma^2) for each class that it has, from its count moments (eq. 14, 15).
 
     The paper has w = participation x samples of the task, the same for a class with one sample and with a thousand.
     """
-    known = counted["weight"] > NONE
+    known = counted["weight"] > least
     share = w / torch.where(known, counted["weight"], torch.inf)[:, None]
     return {"weight": w * known.double(), "sum": share * counted["sum"], "square": share * counted["square"]}
 
 
-def gaussians(total: Moments) -> Gaussians:
+def gaussians(total: Moments, least: float = 0.0) -> Gaussians:
     """mu = sum / weight (eq. 14) and sigma^2 = square / weight - mu^2 (eq. 15), in float64.
 
     The difference cancels: of n samples a variance is off by some 1e-16 sqrt(n) (mu^2 + sigma^2). Features of a frozen
-    transformer have means of a few deviations, so that there is nothing to gain from a shift.
+    transformer have means of a few deviations, so that there is nothing to gain from a shift. A class of weight `least`
+    or below is not known.
     """
-    known = total["weight"] > NONE
+    known = total["weight"] > least
     weight = torch.where(known, total["weight"], torch.inf)[:, None]
     mu = total["sum"] / weight
     sigma2 = total["square"] / weight - mu.square()
@@ -123,5 +122,10 @@ def noisy(counted: Moments, multiplier: float, bound: float, generator: torch.Ge
     lacks, gets noise of `multiplier` times that in its unit: one release a round for `privacy.epsilon`.
     """
     units = {"weight": 1.0, "sum": bound, "square": bound**2}
-    deviation = multiplier * len(units) ** 0.5
-    return {name: value + noise_share(value, deviation * units[name], 1, generator) for name, value in counted.items()}
+    scale = multiplier * SENSITIVITY
+    return {name: value + noise_share(value, scale * units[name], 1, generator) for name, value in counted.items()}
+
+
+def least_count(multiplier: float, clients: int) -> float:
+    """Three deviations of a class's noisy count, summed over so many clients: up to here it may well be noise alone."""
+    return 3 * multiplier * SENSITIVITY * math.sqrt(clients)

@@ -79,7 +79,7 @@ def test_a_batch_takes_what_most_of_it_choose(scores: list[list[int]], top_k: in
     assert select(torch.tensor(scores).float(), top_k, "batch").tolist() == [most] * len(scores)
 
 
-def test_similarity_is_the_mean_cosine_with_the_chosen_keys() -> None:
+def test_distance_is_that_of_eq_5_to_the_chosen_keys() -> None:
     """Keys of 0, 90 and 45 degrees in the plane of the first two axes, queries of 0 and 60 degrees, the best two."""
     net = adapted(L2P, tasks=3)
     plane = torch.zeros(5, 8)
@@ -87,8 +87,8 @@ def test_similarity_is_the_mean_cosine_with_the_chosen_keys() -> None:
     plane[:, 0], plane[:, 1] = angles.cos(), angles.sin()
     net.prompts.keys.data.copy_(plane[:3] * torch.tensor([[1.0], [7], [0.1]]))
     found = net.prompted(images(2), queries=9 * plane[3:])
-    expected = np.cos(np.deg2rad([0, 45, 15, 30])).mean()  # of 0: keys 0 and 45; of 60: keys 45 and 90
-    assert found.similarity.item() == pytest.approx(expected, rel=1e-6)
+    expected = (1 - np.cos(np.deg2rad([[0, 45], [15, 30]]))).sum(1).mean()  # of 0: keys 0 and 45; of 60: 45 and 90
+    assert found.distance.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [L2P, {**DUALP, "top_k": 2}])
@@ -139,7 +139,22 @@ def test_dualp_takes_the_tasks_expert_or_the_one_that_the_key_finds(task: int | 
         expected = net.frozen.encode(net.frozen.embed(x[sample : sample + 1]), attached)[0, 0]
         torch.testing.assert_close(found.features[sample], expected, atol=1e-5, rtol=0)
     cosines = [nn.functional.cosine_similarity(net.query(x)[i], net.prompts.keys[s], 0) for i, s in enumerate(slots)]
-    assert found.similarity.item() == pytest.approx(torch.stack(cosines).mean().item(), abs=1e-6)
+    assert found.distance.item() == pytest.approx(1 - torch.stack(cosines).mean().item(), abs=1e-6)
+
+
+def test_tokens_enter_their_layer_and_go_no_further() -> None:
+    """PIP eq. 2 at layers 0 to 2, by hand."""
+    net, x = adapted({**DUALP, "enter": "tokens"}), images(3)
+    general, experts = net.prompts.general, net.prompts.experts
+    assert general.shape[1] == experts.shape[1] == 1
+    h = net.frozen.embed(x)
+    for index, layer in enumerate(net.frozen.layers):
+        prompt = {0: general[0, 0], 1: experts[0, 0, 1], 2: experts[1, 0, 1]}.get(index)
+        if prompt is None:
+            h = layer(h, Attached())
+        else:
+            h = layer(torch.cat([prompt.expand(3, -1, -1), h], dim=1), Attached())[:, len(prompt) :]
+    torch.testing.assert_close(net.prompted(x, task=1).features, net.frozen.norm(h)[:, 0], atol=1e-5, rtol=0)
 
 
 def test_several_experts_come_one_after_the_other() -> None:
@@ -179,10 +194,10 @@ def test_queries_are_the_frozen_features_and_given_ones_spare_a_pass(adapter: di
     expected = net.prompted(x)
     net.frozen.norm.register_forward_hook(lambda *_: passes.append(1))
     found = net.prompted(x, queries=queries)
-    assert len(passes) == 1
+    assert len(passes) == (0 if adapter["kind"] == "none" else 1)  # whose features they are
     assert torch.equal(found.features, expected.features)
     assert torch.equal(found.features, net(x))
-    assert (found.similarity is None) == (adapter["kind"] in ("none", "lora"))
+    assert (found.distance is None) == (adapter["kind"] in ("none", "lora"))
 
 
 # What moves.
@@ -198,7 +213,7 @@ def test_a_step_moves_the_prompts_and_not_one_byte_of_the_backbone(adapter: dict
     for _ in range(2):  # LoRA's A has no gradient while B is zero
         optimiser.zero_grad()
         found = net.prompted(images(5), task=1)
-        (found.features.square().sum() + (0 if found.similarity is None else found.similarity)).backward()
+        (found.features.square().sum() + (0 if found.distance is None else found.distance)).backward()
         optimiser.step()
     for name, parameter in parameters.items():
         assert (parameter.grad is not None and bool(parameter.grad.any())) == name.startswith("prompts."), name
@@ -209,7 +224,7 @@ def test_a_step_moves_the_prompts_and_not_one_byte_of_the_backbone(adapter: dict
 def test_only_the_tasks_expert_and_key_have_a_gradient() -> None:
     net = adapted(DUALP)
     found = net.prompted(images(5), task=2)
-    (found.features.square().sum() + found.similarity).backward()
+    (found.features.square().sum() + found.distance).backward()
     assert net.prompts.experts.grad.abs().sum((0, 1, 3, 4)).gt(0).tolist() == [False, False, True, False]
     assert net.prompts.keys.grad.abs().sum(1).gt(0).tolist() == [False, False, True, False]
     assert net.prompts.general.grad.abs().sum((1, 2, 3)).gt(0).tolist() == [True]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fclmodels.data.splits import Rows
+from fclmodels.errors import UserError
 from fclmodels.federation.replies import Replies
 from fclmodels.listener import Listener
 from fclmodels.methods.fed_dualp import FedDualP
@@ -101,9 +102,15 @@ def test_a_batch_is_joined_by_the_classes_that_the_client_lacks(
         client = replace(client, rows=only(client.rows, 0))
         training = method.prepared(client, method.payload(server))
         assert isinstance(training, InjectedTraining)
-        vectors, labels = training.drawn(4)
+        vectors, labels, tasks = training.drawn(4)
         assert labels.tolist() == [label for label in lacking for _ in range(4)]
+        assert tasks.tolist() == [0] * len(labels)
         assert vectors.shape == (4 * len(lacking), 8)
+        others = [
+            method.prepared(replace(client, **change), method.payload(server))
+            for change in ({"round": 2}, {"index": 1})
+        ]
+        assert not any(torch.equal(other.drawn(4)[0], vectors) for other in others)
 
 
 def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
@@ -129,11 +136,9 @@ def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp
     training = method.prepared(client, method.payload(server))
     (batch,) = method.run.batches.ordered(client.rows, 64)
     backbone = training.network.backbone
-    similarity = backbone.prompted(batch.inputs, 0).similarity
     with_all = training.gradients_of(method.loss(training, batch))
     alone = training.gradients_of(
         method.cross_entropy(training.network, backbone.prompted(batch.inputs, 0).features, batch.labels, 0) / 2
-        + method.settings.matching * (1 - similarity) * 0
     )
     prompts = [n for n in alone if n.startswith("backbone.prompts.") and alone[n].any() and "key" not in n]
     assert prompts
@@ -169,8 +174,106 @@ def test_what_nobody_holds_in_a_round_keeps_its_last_prototype_of_the_task(
 def test_noise_is_told_with_what_it_is_worth(pip_of: Callable, federate: Callable) -> None:
     quiet, loud = (federate(pip_of(noise_multiplier=m), 1).knowledge["privacy"] for m in (2.0, 0.5))
     assert 0 < quiet["epsilon"] < loud["epsilon"]
-    assert "not in its prompts" in quiet["covers"]
+    assert "prompts taken as given" in quiet["covers"]
     assert "privacy" not in federate(pip_of(), 1).knowledge
+
+
+def test_epsilon_is_that_of_the_longest_task(pip_of: Callable, federate: Callable) -> None:
+    long, short, mixed = (
+        federate(pip_of(f"federation.rounds={rounds}", noise_multiplier=2.0)).knowledge["privacy"]["epsilon"]
+        for rounds in ([3, 3], [1, 1], [3, 1])
+    )
+    assert mixed == long > short
+
+
+def test_noise_reaches_what_is_sent_and_features_are_clipped(pip_of: Callable, client_of: Callable) -> None:
+    """Twelve thousand numbers a deviation of which is known, and a sum of clipped features that is short enough."""
+    plain, noisy = pip_of("optimizer.lr=1e-30"), pip_of("optimizer.lr=1e-30", noise_multiplier=0.5, noise_bound=0.1)
+    sent = {}
+    for method in (plain, noisy):
+        server = method.start_task(method.setup(), 0)
+        clients = [client_of(method, 0, round=round) for round in range(60)]
+        replies = [method.train(client, method.payload(server))[0] for client in clients]
+        sent[method] = [reply.parts["moments"].tensors for reply in replies]
+    for name, unit in (("weight", 1.0), ("sum", 0.1), ("square", 0.01)):
+        of_all = torch.stack([one[name] for one in sent[noisy]])
+        noise = of_all - of_all.mean(0)
+        assert noise.std().item() == pytest.approx(0.5 * 3**0.5 * unit, rel=0.25)
+    counts = sent[plain][0]["weight"]
+    assert sent[plain][0]["sum"].norm(dim=1).min() > 0.1 * counts.max()
+    mean = torch.stack([one["sum"] for one in sent[noisy]]).mean(0)
+    assert (mean.norm(dim=1) < 0.1 * counts + 4 * 0.5 * 3**0.5 * 0.1 * (8 / 60) ** 0.5).all()
+
+
+def test_moments_are_of_the_prompts_that_were_just_trained(pip_of: Callable, client_of: Callable) -> None:
+    """Algorithm 1, line 25, in the second task: those of its expert, and not of the one that the keys find."""
+    method = pip_of("optimizer.lr=0.5", "federation.batch_size=64")
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    client = client_of(method, 0, task=1)
+    reply, _ = method.train(client, method.payload(server))
+    n = len(client.rows)
+    moved = {name: server.weights[name] + step / n for name, step in reply.parts["update"].tensors.items()}
+    (batch,) = method.run.batches.ordered(client.rows, 64)
+    after, before = (
+        method.networks.load(server.spec, {**server.weights, **w})
+        .eval()
+        .backbone.prompted(batch.inputs, 1)
+        .features.sum(0)
+        for w in (moved, {})
+    )
+    found = reply.parts["moments"].tensors["sum"].sum(0).float()
+    torch.testing.assert_close(found, after, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
+def test_the_loss_is_eq_5_and_eq_9_by_hand(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
+    method = pip_of("federation.batch_size=64", matching=0.3)
+    server = method.start_task(method.setup(), 0)
+    server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
+    client = client_of(method, 0, round=1)
+    client = replace(client, rows=only(client.rows, 0))
+    training, twin = (method.prepared(client, method.payload(server)) for _ in range(2))
+    (batch,) = method.run.batches.ordered(client.rows, 64)
+    vectors, theirs, _ = twin.drawn(len(batch.labels))
+    with torch.no_grad():
+        loss = method.loss(training, batch).item()
+        query = method.frozen(batch.inputs).double().numpy()
+        X = training.network.backbone.prompted(batch.inputs, 0).features
+    X, y = np.concatenate([X, vectors]).astype(float), np.concatenate([batch.labels, theirs])
+    head = training.network.heads[0]
+    Z = X @ head.weight.detach().double().numpy().T + head.bias.detach().double().numpy()
+    entropy = np.log(np.exp(Z).sum(1)) - Z[np.arange(len(y)), y]
+    key = training.network.backbone.prompts.keys[0].detach().double().numpy()
+    cosine = query @ key / np.linalg.norm(query, axis=1) / np.linalg.norm(key)
+    assert loss == pytest.approx(entropy.mean() + 0.3 * (1 - cosine).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_over", ["seen", "task"])
+def test_earlier_classes_are_learned_within_their_own_task(
+    loss_over: str, pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """Prototypes of the first task join the second's batches, each under the loss of its task."""
+    method = pip_of(f"model.loss_over={loss_over}", earlier=True)
+    server = method.start_task(method.setup(), 0)
+    server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
+    server = method.start_task(server, 1)
+    client = client_of(method, 0, task=1)
+    training = method.prepared(client, method.payload(server))
+    vectors, labels, tasks = training.drawn(4)
+    assert (sorted(set(labels.tolist())), set(tasks.tolist())) == ([0, 1], {0})
+    gradient = training.gradients_of(method.cross_entropy_by_task(training.network, vectors, labels, tasks))[
+        "heads.0.weight"
+    ]
+    assert gradient[:2].any()
+    assert gradient[2:].any() == (loss_over == "seen")
+    assert np.isfinite(method.train(client, method.payload(server))[0].loss)
+
+
+def test_settings_that_would_do_nothing_are_refused(pip_of: Callable, splits_of: Callable) -> None:
+    with pytest.raises(ValueError, match=r"noise_bound does nothing without noise"):
+        pip_of(noise_bound=3.0)
+    with pytest.raises(UserError, match=r"earlier does nothing under model\.head: per-task"):
+        pip_of(earlier=True, splits=splits_of(head="per-task"))
 
 
 @pytest.mark.parametrize("settings", [{}, {"head": "own", "omega": "participation"}, {"earlier": True}])

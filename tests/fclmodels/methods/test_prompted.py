@@ -1,6 +1,7 @@
 """Methods on a frozen backbone, such as Fed-L2P and Fed-DualP: what is trained, what travels, what a client counts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from fclmodels.methods.fed_dualp import FedDualP
 from fclmodels.methods.fed_l2p import FedL2P
 from fclmodels.methods.linear_probe import LinearProbe
 from fclmodels.methods.lora import Lora
-from fclmodels.methods.nearest_prototype import NearestPrototype
+from fclmodels.methods.nearest_prototype import NearestPrototype, with_heads
 from fclmodels.methods.pip_dualp import PipDualP
 from fclmodels.methods.pip_l2p import PipL2P
 
@@ -128,11 +129,24 @@ def test_queries_that_are_kept_change_nothing(
         asked = kept.method.frozen(batch.inputs)
     np.testing.assert_allclose(np.load(file)[batch.samples], asked, atol=1e-6)
     assert len(np.load(file)) == len(images)
-    monkeypatch.setattr(FedDualP, "queries", None)
+    monkeypatch.setattr(FedDualP, "queries", None)  # as if there were nowhere to keep them
     anew = experiment_of(*VIT, *own, method="fed-dualp")
     anew.run(tmp_path / "anew")
     mine, theirs = (state.load(tmp_path / name / "model" / "weights.safetensors") for name in ("kept", "anew"))
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
+
+
+def test_queries_of_another_network_are_not_taken(experiment_of: Callable, tmp_path: Any) -> None:
+    """Same weights and data, but other heads of the attention: another file, beside the first."""
+    files = tmp_path / "home" / "queries"
+    for heads in (2, 4):
+        own = (*VIT, f"model.attention_heads={heads}")
+        run = experiment_of(*own, method="linear-probe", home=tmp_path / "home")
+        method = run.method
+        (batch,) = method.run.batches.ordered(method.run.splits.test_rows(0), 1000)
+        with torch.no_grad():
+            torch.testing.assert_close(method.queries[batch.samples], method.frozen(batch.inputs), atol=1e-6, rtol=0)
+    assert len(list(files.glob("*.npy"))) == 2
 
 
 def test_pixels_that_augmentation_changes_are_queried_anew_and_told(frozen_of: Callable) -> None:
@@ -154,6 +168,16 @@ def test_a_loss_that_pushes_earlier_classes_down_is_told_of(
 
 def test_a_frozen_backbone_that_was_drawn_is_told_of(frozen_of: Callable) -> None:
     assert any("model.weights is not set" in line for line in frozen_of(LinearProbe).advice())
+
+
+def test_a_backbone_that_has_seen_the_streams_classes_is_told_of(frozen_of: Callable, tmp_path: Any) -> None:
+    method = frozen_of(LinearProbe)
+    known = method.run.splits.classes[1]
+    torch.save(method.frozen.state_dict(), tmp_path / "weights.pth")
+    for classes, told in ((["A", known], True), (["A", "B"], False)):
+        state.write_json(tmp_path / "card.json", {"classes": classes})
+        lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").advice()
+        assert any(f"pretrained on classes of this stream: {known}" in line for line in lines) == told
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(FedDualP, DUALP), (FedL2P, L2P), (Lora, {})])
@@ -204,6 +228,39 @@ def test_the_nearest_prototype_is_the_nearest_class_mean(frozen_of: Callable, fe
         answers = method.predictor(server)(batch.inputs).logits.argmax(1)
     assert torch.equal(answers, nearest)
     np.testing.assert_allclose(server.weights["heads.0.weight"], means, atol=1e-5)
+
+
+def test_what_comes_late_or_never_leaves_the_means_as_they_are(frozen_of: Callable, splits_of: Callable) -> None:
+    """A mean stays one where its sum and count are halved; a client that was not heard tells again."""
+    method = frozen_of(NearestPrototype)
+    server = method.start_task(method.setup(), 0)
+    total = {"weight": torch.tensor([1.0, 3, 0, 0]).double(), "sum": torch.ones(4, 8).double()}
+    halved = {name: value / 4 for name, value in total.items()}
+    whole, part = (with_heads(server, {"heads.0.weight": of}, server.knowledge["heard"]) for of in (total, halved))
+    assert torch.equal(whole.weights["heads.0.weight"], part.weights["heads.0.weight"])
+    assert whole.weights["heads.0.bias"].tolist() == [-4.0, pytest.approx(-4 / 9), -1e9, -1e9]
+
+
+def test_a_client_tells_until_it_is_heard(frozen_of: Callable, client_of: Callable) -> None:
+    method = frozen_of(NearestPrototype)
+    server = method.start_task(method.setup(), 0)
+    for heard, samples in (([], 8), ([1, 3], 8), ([0, 1], 0)):
+        knowledge = {**server.knowledge, "heard": torch.tensor(heard, dtype=torch.int64)}
+        reply, _ = method.train(client_of(method, 0), method.payload(replace(server, knowledge=knowledge)))
+        assert reply.parts["moments"].tensors["weight"].sum() == samples
+
+
+@pytest.mark.parametrize("domains", [False, True])
+def test_own_heads_have_their_own_tasks_means(
+    domains: bool, frozen_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    method = frozen_of(NearestPrototype, splits=splits_of(same_classes=domains, head="per-task"))
+    server = federate(method)
+    for task in range(2):
+        (batch,) = method.run.batches.ordered(method.run.splits.rows(task, "train"), 1000)
+        X, labels = method.frozen(batch.inputs), method.run.splits.tasks[task].classes
+        means = torch.stack([X[batch.labels == label].mean(0) for label in labels])
+        torch.testing.assert_close(server.weights[f"heads.{task}.weight"], means, atol=1e-5, rtol=0)
 
 
 def test_a_class_nobody_has_told_of_is_not_answered(frozen_of: Callable) -> None:
