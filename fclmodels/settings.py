@@ -57,6 +57,9 @@ class PartitionSettings(Settings):
     test: float = Field(
         0.2, gt=0, lt=1, description="share of samples held out for evaluation where the source has no official split"
     )
+    train_share: float = Field(
+        1.0, gt=0, le=1, description="share of the train samples of each class that are dealt at all: a smaller study"
+    )
     task_share: float = Field(
         1.0, gt=0, le=1, description="share of the clients that have data of a task, drawn anew for each task"
     )
@@ -72,7 +75,10 @@ class BackboneSettings(Settings):
         "seen", description="classes in the training loss: all seen so far, or the current task's"
     )
     freeze: tuple[str, ...] = Field((), description="blocks of the backbone that are frozen after the first task")
-    weights: Path | None = Field(None, description="state dict (.safetensors or .pth) that the backbone starts from")
+    weights: Path | None = Field(
+        None,
+        description="state dict (.safetensors or .pth) to start from; torchvision: the one that it publishes",
+    )
     fresh: tuple[str, ...] = Field((), description="blocks that keep their random start where weights are read")
 
 

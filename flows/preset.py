@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prefect import flow
 
+from fclmodels.backbones.published import file_of
 from fclmodels.errors import UserError
 from fclmodels.params import load
 from flows.compare import compare
@@ -19,7 +20,7 @@ def preset(name: str, params: Path, out: Path, overrides: Sequence[str] = (), qu
     settings = load(params, overrides)
     weights = settings.model.weights
     needs = f" It needs {'; '.join(settings.preset.needs)}." if settings.preset.needs else ""
-    if weights is not None and not weights.is_file():
+    if weights is not None and not file_of(weights, settings.model.backbone).is_file():
         raise UserError(f"{name}: there is no file {weights} (model.weights).{needs}")
     try:
         splits_for(settings, HOME, lambda text: None)  # its words come again with the first run

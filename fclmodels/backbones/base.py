@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
+from fclmodels.backbones.published import file_of
 from fclmodels.fingerprint import digest_of_file
 from fclmodels.kinds import IMAGES, Kind
 from fclmodels.settings import BackboneSettings
@@ -47,4 +48,4 @@ class Backbone:
     def depends_on(self) -> dict[str, str]:
         """What its results depend on besides settings and code: digests of files, versions of packages."""
         weights = self.settings.weights
-        return {"weights": digest_of_file("model.weights", weights)} if weights else {}
+        return {"weights": digest_of_file("model.weights", file_of(weights, self.settings.backbone))} if weights else {}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fclmodels.backbones.adapters import Adapted, adapt
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.heads import HEADS, Heads
+from fclmodels.backbones.published import file_of
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.backbones.weights import load_weights
 from fclmodels.errors import UserError, did_you_mean
@@ -51,7 +52,7 @@ def build(spec: ModelSpec, generator: torch.Generator) -> Network:
     fresh = blocks(spec, network, "fresh")
     if weights := spec.settings.get("weights"):
         backbone = network.backbone.frozen if isinstance(network.backbone, Adapted) else network.backbone
-        load_weights(backbone, Path(weights), fresh)
+        load_weights(backbone, file_of(Path(weights), spec.settings["backbone"]), fresh)
     return network
 
 

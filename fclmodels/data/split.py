@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def arrange(prepared: Prepared, stream: Stream, partition: Partition) -> tuple[L
     """The tasks, and the manifest: one row for each sample that a client has in a task."""
     units = units_of(prepared.samples["group"].cast(pl.Int64).fill_null(-1).to_numpy())
     samples = _samples(prepared, units, partition)
-    layout = stream.layout(samples, partition.settings.clients)
+    layout = _thinned(stream.layout(samples, partition.settings.clients), samples, units, partition)
     if kind_of(prepared.meta.shape) is TEXTS and any(task.permutation is not None for task in layout.tasks):
         raise UserError(f"stream.kind: {stream.name} needs images, these samples are texts. Use another kind.")
     unofficial = prepared.samples["official"].is_null().to_numpy()
@@ -80,6 +81,19 @@ def _samples(prepared: Prepared, units: np.ndarray, partition: Partition) -> Sam
     strata = labels[free].astype(np.int64) * len(meta.domains) + domains[free]
     test[free] = cut_test(strata, units[free], partition.settings.test, partition.generator("test"))
     return Samples(labels, domains, test, meta.classes, meta.domains, meta.own_label_spaces)
+
+
+def _thinned(layout: Layout, samples: Samples, units: np.ndarray, partition: Partition) -> Layout:
+    """Without the train samples that nobody gets."""
+    share = partition.settings.train_share
+    if share == 1:
+        return layout
+    train = np.flatnonzero(~samples.test)
+    strata = (samples.labels.astype(np.int64) * len(samples.domain_names) + samples.domains)[train]
+    left_out = np.zeros(len(units), bool)
+    left_out[train] = cut_test(strata, units[train], 1 - share, partition.generator("train share"))
+    pools = (replace(pool, rows=pool.rows[~left_out[pool.rows]]) for pool in layout.pools)
+    return replace(layout, pools=tuple(pools))
 
 
 def _refuse_gaps(pool: Pool, samples: Samples, unofficial: np.ndarray, share: float) -> None:

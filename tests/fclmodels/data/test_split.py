@@ -239,6 +239,22 @@ def test_more_val_moves_rows_and_changes_nothing_else(made: Callable) -> None:
     assert less.with_columns(sides).sort(order).equals(more.with_columns(sides).sort(order))
 
 
+@pytest.mark.parametrize(("source", "tasks", "how"), [one for one in STREAMS if one[0] != "grouped"])
+def test_a_smaller_study_has_a_share_of_each_class_and_all_test_rows(
+    source: str, tasks: str, how: dict, made: Callable
+) -> None:
+    def samples(share: float) -> tuple[pl.Series, pl.Series]:
+        manifest, _ = made(
+            source, stream(tasks, **how), partition("class-share", eta=1, val=0, train_share=share, clients=3)
+        )
+        train = manifest.filter(split="train").unique("sample").group_by("label").len().sort("label")["len"]
+        return train, manifest.filter(split="test")["sample"].unique().sort()
+
+    (whole, tested), (part, tested_too) = samples(1), samples(0.4)
+    assert (part - 0.4 * whole).abs().max() <= 1.0001
+    assert tested.equals(tested_too)
+
+
 @pytest.mark.parametrize(("source", "tasks", "how"), STREAMS)
 def test_the_same_settings_make_the_same_splits_and_a_seed_others(
     made: Callable, source: str, tasks: str, how: dict
@@ -262,7 +278,7 @@ def test_train_and_val_do_not_depend_on_the_test_rows(tmp_path: Path, tasks: str
         out = split(
             prepare(tmp_path / name, trained + tested),
             stream(tasks, **how),
-            partition("dirichlet", min_per_class=1),
+            partition("dirichlet", min_per_class=1, train_share=0.7),
             tmp_path / f"{name}-out",
         )
         found.append(pl.read_parquet(out / "manifest.parquet").filter(pl.col("split") != "test"))
