@@ -1,13 +1,29 @@
-"""What the methods with bases have to say of them."""
+"""What the methods with bases have to say of them, and that all of them live with few clients and few samples."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from fclmodels import state
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.gpm import Gpm
+
+# Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third, the last task has one sample.
+UNEVEN = {(0, 0): 1, (1, 0): 1, (2, 0): 1, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 2): 1}
+VARIANTS = {
+    "gpm": ("gpm", ()),
+    "fot": ("fot", ()),
+    "fot-release": ("fot", ("gpse=local", "rank_rule=release")),
+    "fot-private": ("fot", ("dp_noise_multiplier=1", "dp_sample_rate=0.5")),
+    "fedprotip": ("fedprotip", ()),
+    "fedprotip-release": ("fedprotip", ("union=sequential", "rank_rule=total-energy", "batch_norm=average")),
+    "fedprotip-sketch": ("fedprotip", ("exchange=sketch", "sketch_width=5", "tip_reference=mean", "tip_later=zero")),
+    "fedprotip-global": ("fedprotip", ("projection=global", "tip_voters=1")),
+    "fedprotip-t": ("fedprotip", ("tip=false",)),
+}
 
 
 def knowledge(**ranks: list[int]) -> dict[str, dict]:
@@ -42,3 +58,20 @@ def test_a_run_that_keeps_every_direction_says_so(method_of: Callable, federate:
 def test_bases_that_stay_with_clients_are_not_spoken_of(method_of: Callable, federate: Callable) -> None:
     method = method_of(Gpm, threshold=1.0)
     assert method.remarks(federate(method, 2).knowledge) == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_few_clients_a_round_missed_tasks_and_single_samples(
+    variant: str, experiment_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    method, settings = VARIANTS[variant]
+    experiment = experiment_of(
+        *("model.backbone=cnn", "federation.clients_per_round=2", "optimizer.momentum=0.9"),
+        *(f"methods.{method}.{one}" for one in settings),
+        method=method,
+        splits=splits_of(tasks=4, train=UNEVEN),
+    )
+    assert all(0 <= reading["acc"] <= 1 for reading in experiment.run(tmp_path / "run")["metrics"].values())
+    for file in sorted((tmp_path / "run" / "knowledge").glob("*")):
+        for basis in state.load(file)["bases"].values():
+            torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1]), atol=1e-5, rtol=0)
