@@ -1,7 +1,7 @@
 """GPM+FL: Gradient Projection Memory (Saha et al. 2021) in every client by itself, averaged by FedAvg (FOT, F.2).
 
 After each task a client extends the bases in its own memory by what the global model's layers see of its images, and
-keeps its later steps clear of them. Nothing but FedAvg's parts travels.
+keeps its later steps clear of them. Nothing but FedAvg's parts travels, so that a run has no knowledge folder.
 """
 
 from dataclasses import replace

@@ -11,8 +11,8 @@ from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.gpm import Gpm
 
-# Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third, the last task has one sample.
-UNEVEN = {(0, 0): 1, (1, 0): 1, (2, 0): 1, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 2): 1}
+# Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third; the last task is one sample.
+UNEVEN = {(0, 0): 1, (1, 0): 6, (2, 0): 5, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 2): 1}
 VARIANTS = {
     "gpm": ("gpm", ()),
     "fot": ("fot", ()),
