@@ -4,8 +4,9 @@
 
 The file names params (a preset), settings over it (`set`), seeds, metrics of a reading, and rows: a label, a method,
 settings of its own, and a `grid` of settings. Of a grid the point with the best mean ACC on val rows is taken, found
-with `tune_seeds`, never looking at test rows; `like` takes what another row's grid has chosen. Every run is a folder
-under --out, which is not done again and which `fcl compare` reads. Runs go side by side, one thread each.
+with `tune_seeds`, never looking at test rows; `like` takes what another row's grid has chosen. Metrics that are named
+under `after_each` come in a further table, as they stood after each task. Every run is a folder under --out, which is
+not done again and which `fcl compare` reads. Runs go side by side, one thread each.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, digest_of
 from fclmodels.federation import malloc
+from fclmodels.metrics import OF_MATRIX
 from fclmodels.plugins import find
 from fclmodels.report.runs import read_run
 from fclmodels.settings import Params
@@ -63,6 +65,7 @@ class Study(BaseModel):
     tune_seeds: list[int] = [100]
     reading: str = "task_agnostic"
     metrics: list[str]
+    after_each: list[str] = []  # metrics of fclmodels.metrics.OF_MATRIX
     rows: dict[str, Row]
 
 
@@ -89,9 +92,14 @@ def done(job: Job) -> str | None:
     """Run it where that has not been done; why it ended early, if it did."""
     malloc.tune()
     folder, home = job.folder, job.out / "home" / job.folder.name
-    if (folder / "result.json").is_file():
+    if finished(job):
         return None
     splits = (OnVal if job.on_val else Splits).open(splits_of(job.load(), job.out))
+    shared = job.out.absolute() / "queries"  # what frozen backbones say of the samples, asked for once
+    for place in (shared, home):
+        place.mkdir(parents=True, exist_ok=True)
+    if not (home / "queries").exists():
+        (home / "queries").symlink_to(shared)
     try:
         with Experiment(job.load(), job.method, job.seed, splits, home) as experiment:
             experiment.run(folder)
@@ -130,7 +138,7 @@ def do(pool: ProcessPoolExecutor, wanted: list[Job]) -> None:
 
 def acc_on_val(study: Study, runs: list[Job]) -> float:
     """The mean over the tuning seeds; none where a run ended early, as one that diverges does."""
-    if any(not (job.folder / "result.json").is_file() for job in runs):
+    if not all(map(finished, runs)):
         return -1.0
     return float(np.mean([read_run(job.folder).result.metrics[study.reading]["acc"] for job in runs]))
 
@@ -157,7 +165,7 @@ def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
     yield "| | " + " | ".join([*study.metrics, *costs, "settings"]) + " |"
     yield "|---" * (len(study.metrics) + len(costs) + 2) + "|"
     for label, runs in done.items():
-        there = [read_run(job.folder) for job in runs if (job.folder / "result.json").is_file()]
+        there = [read_run(job.folder) for job in runs if finished(job)]
         if len(there) < len(runs):
             yield f"| {label} | ended early with {len(runs) - len(there)} of {len(runs)} seeds |"
             continue
@@ -167,6 +175,23 @@ def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
             cells.append("" if None in values else f"{np.mean(np.array(values, float)) / unit:.3g}")
         own = runs[0].settings[len(study.set) + len(ALONE) :]
         yield f"| {label} | " + " | ".join(cells) + f" | {' '.join(f'`{one}`' for one in own)} |"
+
+
+def table_after_each(study: Study, done: dict[str, list[Job]], name: str) -> Iterator[str]:
+    """A metric after 1 to T tasks: of the accuracies as they stood then, on the tasks that had been learned."""
+    tasks = max(read_run(job.folder).tasks for runs in done.values() for job in runs if finished(job))
+    yield f"| {name} | " + " | ".join(map(str, range(1, tasks + 1))) + " |"
+    yield "|---" * (tasks + 1) + "|"
+    for label, runs in done.items():
+        matrices = [read_run(job.folder).matrices[study.reading] for job in runs if finished(job)]
+        if not matrices:
+            continue
+        stood = [[OF_MATRIX[name](a[: t + 1, :t]) for a in matrices] for t in range(1, len(matrices[0]))]
+        yield f"| {label} | " + " | ".join(spread(values).partition(" ")[0] for values in stood) + " |"
+
+
+def finished(job: Job) -> bool:
+    return (job.folder / "result.json").is_file()
 
 
 def metric(metrics: dict[str, dict[str, float | None]], by: str, name: str) -> float | None:
@@ -201,6 +226,8 @@ def main() -> None:
             runs[label] = jobs(study, row, point, row.seeds or study.seeds, False, out)
         do(pool, [job for of_row in runs.values() for job in of_row])
     print("\n".join(table(study, runs)))
+    for name in study.after_each:
+        print("\n" + "\n".join(table_after_each(study, runs, name)))
 
 
 if __name__ == "__main__":

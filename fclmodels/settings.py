@@ -60,6 +60,9 @@ class PartitionSettings(Settings):
     train_share: float = Field(
         1.0, gt=0, le=1, description="share of the train samples of each class that are dealt at all: a smaller study"
     )
+    test_share: float = Field(
+        1.0, gt=0, le=1, description="share of the test samples of each class that are evaluated: a smaller study"
+    )
     task_share: float = Field(
         1.0, gt=0, le=1, description="share of the clients that have data of a task, drawn anew for each task"
     )

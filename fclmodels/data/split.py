@@ -84,14 +84,14 @@ def _samples(prepared: Prepared, units: np.ndarray, partition: Partition) -> Sam
 
 
 def _thinned(layout: Layout, samples: Samples, units: np.ndarray, partition: Partition) -> Layout:
-    """Without the train samples that nobody gets."""
-    share = partition.settings.train_share
-    if share == 1:
-        return layout
-    train = np.flatnonzero(~samples.test)
-    strata = (samples.labels.astype(np.int64) * len(samples.domain_names) + samples.domains)[train]
+    """Without the train samples that nobody gets and the test samples that are not evaluated."""
     left_out = np.zeros(len(units), bool)
-    left_out[train] = cut_test(strata, units[train], 1 - share, partition.generator("train share"))
+    strata = samples.labels.astype(np.int64) * len(samples.domain_names) + samples.domains
+    shares = {"train": partition.settings.train_share, "test": partition.settings.test_share}
+    for kind, share in shares.items():
+        if share < 1:
+            rows = np.flatnonzero(samples.test == (kind == "test"))
+            left_out[rows] = cut_test(strata[rows], units[rows], 1 - share, partition.generator(f"{kind} share"))
     pools = (replace(pool, rows=pool.rows[~left_out[pool.rows]]) for pool in layout.pools)
     return replace(layout, pools=tuple(pools))
 

@@ -239,20 +239,21 @@ def test_more_val_moves_rows_and_changes_nothing_else(made: Callable) -> None:
     assert less.with_columns(sides).sort(order).equals(more.with_columns(sides).sort(order))
 
 
+@pytest.mark.parametrize(("kind", "share"), [("train", 0.4), ("test", 0.6)])
 @pytest.mark.parametrize(("source", "tasks", "how"), [one for one in STREAMS if one[0] != "grouped"])
-def test_a_smaller_study_has_a_share_of_each_class_and_all_test_rows(
-    source: str, tasks: str, how: dict, made: Callable
+def test_a_smaller_study_has_a_share_of_each_class_on_one_side(
+    source: str, tasks: str, how: dict, kind: str, share: float, made: Callable
 ) -> None:
-    def samples(share: float) -> tuple[pl.Series, pl.Series]:
-        manifest, _ = made(
-            source, stream(tasks, **how), partition("class-share", eta=1, val=0, train_share=share, clients=3)
-        )
-        train = manifest.filter(split="train").unique("sample").group_by("label").len().sort("label")["len"]
-        return train, manifest.filter(split="test")["sample"].unique().sort()
+    def samples(**smaller: float) -> tuple[pl.Series, pl.DataFrame]:
+        dealt = partition("class-share", eta=1, val=0, clients=3, **smaller)
+        manifest, _ = made(source, stream(tasks, **how), dealt)
+        of_each = manifest.filter(split=kind).unique("sample").group_by("label").len().sort("label")["len"]
+        return of_each, manifest.filter(pl.col("split") != kind)
 
-    (whole, tested), (part, tested_too) = samples(1), samples(0.4)
-    assert (part - 0.4 * whole).abs().max() <= 1.0001
-    assert tested.equals(tested_too)
+    (whole, other_side), (part, other_side_too) = samples(), samples(**{f"{kind}_share": share})
+    assert part.sum() < whole.sum()
+    assert (part - share * whole).abs().max() <= 1.0001
+    assert other_side.equals(other_side_too)
 
 
 @pytest.mark.parametrize(("source", "tasks", "how"), STREAMS)
