@@ -4,6 +4,7 @@ An adapter is a mapping of JSON values: its "kind", and that kind's `Settings`. 
 DualPrompt Wang et al. (ECCV 2022), as PIP sec. 3.2 and 4.1 take them; LoRA is Hu et al. (2021).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -57,8 +58,11 @@ class Adapted(FeatureNet):
     def forward(self, x: Tensor) -> Tensor:
         return self.prompted(x).features
 
-    def prompted(self, x: Tensor, task: int | None = None, queries: Tensor | None = None) -> Features:
-        """Features of a batch. task: the one that it is of, if known; queries: what `query(x)` gave, if kept."""
+    def prompted(
+        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
+    ) -> Features:
+        """Features of a batch. task: the one that it is of, if known; queries and below: what `query(x)` and, on a
+        vit, `below(x)` gave, if kept."""
         return Features(self.query(x) if queries is None else queries)
 
     @torch.no_grad()
@@ -72,6 +76,8 @@ class OnVit(Adapted):
     """What reaches into the layers of a vit."""
 
     frozen: VitNet
+    first = 0
+    """The first layer with something attached."""
 
     def __init__(self, frozen: FeatureNet, settings: BaseSettings, tasks: int) -> None:
         if not isinstance(frozen, VitNet):
@@ -86,6 +92,20 @@ class OnVit(Adapted):
                 raise UserError(f"{setting}: there is no layer {layer}, this vit has 0 to {last}. See model.depth.")
             if layer in layers[:index]:
                 raise UserError(f"{setting}: layer {layer} is named twice. Name it once.")
+
+    @torch.no_grad()
+    def below(self, x: Tensor) -> Tensor:
+        """Tokens [B, S, D] that enter that layer, which nothing that is trained can change."""
+        return self.frozen.below(x, self.first)
+
+    @property
+    def room(self) -> int:
+        """Numbers in a sample's tokens."""
+        return (1 + math.prod(self.frozen.grid)) * self.features
+
+    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}) -> Tensor:
+        """Those tokens, or prompts and tokens, through that layer and all above."""
+        return self.frozen.encode(tokens, attached, self.first)
 
 
 class Prompted(OnVit):
@@ -144,11 +164,13 @@ class L2P(Prompted):
         super().__init__(frozen, settings, tasks)
         self.prompts = L2PPool(settings.pool or tasks, settings.length, frozen.features)
 
-    def prompted(self, x: Tensor, task: int | None = None, queries: Tensor | None = None) -> Features:
+    def prompted(
+        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
+    ) -> Features:
         scores = self.scores(x, queries)
         chosen = select(scores, self.top_k, self.selection)
         prompts = self.prompts.prompts[chosen].flatten(1, 2)
-        output = self.frozen.encode(torch.cat([prompts, self.frozen.embed(x)], dim=1))
+        output = self.encode(torch.cat([prompts, self.below(x) if below is None else below], dim=1))
         return Features(output[:, : prompts.shape[1]].mean(1), distance(scores, chosen))
 
 
@@ -184,9 +206,12 @@ class DualP(Prompted):
         super().__init__(frozen, settings, tasks)
         self.layers = (*settings.g_layers, *settings.e_layers)
         self.check("g_layers and e_layers", self.layers)
+        self.first = min(self.layers)
         self.prompts = DualPool(settings.pool or tasks, settings, frozen.features)
 
-    def prompted(self, x: Tensor, task: int | None = None, queries: Tensor | None = None) -> Features:
+    def prompted(
+        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
+    ) -> Features:
         scores = self.scores(x, queries)
         if task is None:
             chosen = select(scores, self.top_k, self.selection)
@@ -196,7 +221,7 @@ class DualP(Prompted):
         experts = self.prompts.experts[:, :, chosen].flatten(3, 4)
         prompts = zip(self.layers, (*general, *experts), strict=True)
         attached = {layer: entering(prompt) for layer, prompt in prompts}
-        output = self.frozen.encode(self.frozen.embed(x), attached)
+        output = self.encode(self.below(x) if below is None else below, attached)
         return Features(output[:, 0], distance(scores, chosen))
 
 
@@ -231,13 +256,16 @@ class LoraOnVit(OnVit):
         super().__init__(frozen, settings, tasks)
         self.layers = tuple(range(len(self.frozen.layers))) if settings.layers is None else settings.layers
         self.check("layers", self.layers)
+        self.first = min(self.layers, default=0)
         self.scale = settings.scale
         self.prompts = LoraMatrices(len(self.layers), settings.rank, frozen.features)
 
-    def prompted(self, x: Tensor, task: int | None = None, queries: Tensor | None = None) -> Features:
+    def prompted(
+        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
+    ) -> Features:
         matrices = zip(self.layers, self.prompts.A, self.prompts.B, strict=True)
         attached = {layer: Attached(lora=Lora(A, B, self.scale)) for layer, A, B in matrices}
-        return Features(self.frozen.encode(self.frozen.embed(x), attached)[:, 0])
+        return Features(self.encode(self.below(x) if below is None else below, attached)[:, 0])
 
 
 class LoraMatrices(nn.Module):

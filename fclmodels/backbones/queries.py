@@ -1,4 +1,4 @@
-"""What a frozen network says of every prepared sample: computed once, then read from a memory-mapped file.
+"""What frozen layers say of every prepared sample: computed once, then read from a memory-mapped file.
 
 The file's name is a digest of all that it depends on, so that whoever asks first makes it and it is never stale.
 """
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 
 
-def kept(folder: Path, digest: str, shape: tuple[int, ...], compute: Callable[[], Iterator[Tensor]]) -> Tensor:
-    """The float32 tensor of this shape, whose rows `compute` gives in order, batch by batch."""
+def kept(folder: Path, digest: str, count: int, compute: Callable[[], Iterator[Tensor]]) -> Tensor:
+    """The float32 tensor of `count` rows, which `compute` gives in order, batch by batch."""
     file = folder / f"{digest}.npy"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{digest}.{os.getpid()}.partial"
-        rows = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-        done = 0
+        rows, done = None, 0
         for batch in compute():
+            if rows is None:
+                shape = (count, *batch.shape[1:])
+                rows = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
             rows[done : done + len(batch)] = batch.cpu().numpy()
             done += len(batch)
+        assert rows is not None
         rows.flush()
         os.replace(partial, file)
     return torch.from_numpy(np.load(file, mmap_mode="c"))

@@ -103,9 +103,16 @@ class VitNet(FeatureNet):
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(self.embed(x))[:, 0]
 
-    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}) -> Tensor:
-        """Tokens [B, S, D] through all layers and the last norm, with what is attached to some of the layers."""
-        for index, layer in enumerate(self.layers):
+    def below(self, x: Tensor, first: int) -> Tensor:
+        """Images [B, C, H, W] to the tokens [B, S, D] that enter layer `first`."""
+        tokens: Tensor = self.embed(x)
+        for layer in list(self.layers)[:first]:
+            tokens = layer(tokens, Attached())
+        return tokens
+
+    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, first: int = 0) -> Tensor:
+        """Tokens [B, S, D] through all layers from `first` on and the last norm, with what is attached to them."""
+        for index, layer in list(enumerate(self.layers))[first:]:
             tokens = layer(tokens, attached.get(index, Attached()))
         normed: Tensor = self.norm(tokens)
         return normed

@@ -6,7 +6,7 @@ without gradients. No message, no server state and no checkpoint holds it; a pub
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels import state
-from fclmodels.backbones.adapters import Adapted, Features, grow_prompts
+from fclmodels.backbones.adapters import Adapted, Features, OnVit, grow_prompts
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.network import FROZEN, Network, build
 from fclmodels.backbones.queries import kept
@@ -36,6 +36,7 @@ from fclmodels.settings import AugmentSettings
 from fclmodels.settings import Settings as BaseSettings
 
 AT_ONCE = 256  # samples that pass the frozen backbone together, where nothing is trained
+MOST_KEPT = 4e9  # bytes of a data set's tokens on disk; its queries are hundreds of times smaller
 
 
 class Frozen(FedAvg):
@@ -68,11 +69,12 @@ class Frozen(FedAvg):
             lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
         return lines
 
-    # A sample's query, its features on the frozen backbone, never changes: computed once a data set, then kept.
+    # A sample's query, its features on the frozen backbone, never changes, nor what enters the first layer with
+    # something attached: computed once a data set, then kept.
 
     def setup(self) -> Server:
         server = super().setup()
-        _ = self.queries  # here, so that workers find them
+        _ = self.queries, self.below  # here, so that workers find them
         return server
 
     @property
@@ -85,7 +87,20 @@ class Frozen(FedAvg):
     @cached_property
     def queries(self) -> Tensor | None:
         """[N, F] of all prepared samples; None where none are asked for, clients see other pixels, or have no home."""
-        if self.run.home is None or not self.attaches.queried or not self.shown_as_prepared:
+        return self.of_all_samples("queries", self.frozen) if self.attaches.queried else None
+
+    @cached_property
+    def below(self) -> Tensor | None:
+        """[N, S, D]: the tokens of all samples below the first layer with something attached; None as for queries,
+        where that is the lowest layer, and where they take too much room."""
+        on = self.attached
+        if not isinstance(on, OnVit) or on.first == 0 or 4 * self.run.splits.images.shape[0] * on.room > MOST_KEPT:
+            return None
+        return self.of_all_samples("below", on.below, on.first)
+
+    def of_all_samples(self, what: str, ask: Callable[[Tensor], Tensor], *about: int) -> Tensor | None:
+        """What the frozen layers say of each prepared sample."""
+        if self.run.home is None or not self.shown_as_prepared:
             return None
         splits = self.run.splits
 
@@ -93,18 +108,16 @@ class Frozen(FedAvg):
             nothing = torch.zeros(AT_ONCE, dtype=torch.int64, device=self.run.device)
             for images in splits.images.split(AT_ONCE):
                 labels = nothing[: len(images)]
-                yield self.frozen(self.run.batches.ready(Batch(images.to(self.run.device), labels, labels)).inputs)
+                yield ask(self.run.batches.ready(Batch(images.to(self.run.device), labels, labels)).inputs)
 
         with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
-            return kept(
-                self.run.home / "queries", self.key_of_queries, (len(splits.images), self.frozen.features), compute
-            )
+            return kept(self.run.home / "queries", self.key_of(what, *about), len(splits.images), compute)
 
-    @property
-    def key_of_queries(self) -> str:
-        """A digest of all that they depend on."""
+    def key_of(self, what: str, *about_it: int) -> str:
+        """A digest of all that it depends on."""
         model, splits = self.run.params.model, self.run.splits
         about = {
+            "what": [what, *about_it],
             "weights": state.digest(dict(self.frozen.state_dict())),
             "model": model.model_dump(mode="json", exclude={"weights"}),
             "data": [splits.prepared_digest, splits.mean, splits.std],
@@ -115,8 +128,8 @@ class Frozen(FedAvg):
 
     def found(self, network: Network, batch: Batch, task: int) -> Features:
         """What the network says of a batch of the task, by its kept queries where there are some."""
-        queries = None if self.queries is None else self.queries[batch.samples].to(batch.inputs.device)
-        return backbone_of(network).prompted(batch.inputs, task, queries)
+        of_batch = (None if k is None else k[batch.samples].to(batch.inputs.device) for k in (self.queries, self.below))
+        return backbone_of(network).prompted(batch.inputs, task, *of_batch)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         task, network = training.client.task, training.network
@@ -125,9 +138,13 @@ class Frozen(FedAvg):
     # The network: the frozen part is put in once, by `prepare`.
 
     @cached_property
+    def attached(self) -> Adapted:
+        """The backbone, read or drawn once, with the first prompts."""
+        return backbone_of(build(self.run.spec(1), self.run.generator("init"))).to(self.run.device)
+
+    @property
     def frozen(self) -> FeatureNet:
-        """The backbone, read or drawn once."""
-        return backbone_of(build(self.run.spec(1), self.run.generator("init"))).frozen.to(self.run.device)
+        return self.attached.frozen
 
     def prepare(self, network: nn.Module) -> None:
         assert isinstance(network, Network)

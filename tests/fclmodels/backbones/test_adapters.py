@@ -200,6 +200,30 @@ def test_queries_are_the_frozen_features_and_given_ones_spare_a_pass(adapter: di
     assert (found.distance is None) == (adapter["kind"] in ("none", "lora"))
 
 
+@pytest.mark.parametrize(
+    ("adapter", "first"),
+    [(L2P, 0), (DUALP, 0), ({**DUALP, "g_layers": [2], "e_layers": [1]}, 1), (LORA, 0), ({**LORA, "layers": [2]}, 2)],
+)
+def test_what_enters_the_first_layer_with_something_attached_is_given_once_and_for_all(
+    adapter: dict[str, Any], first: int
+) -> None:
+    """From there on features are the same, and no layer below is asked again."""
+    net, x, passes = adapted(adapter), images(3), []
+    if adapter["kind"] == "lora":
+        net.prompts.B.data.normal_()
+    by_hand = net.frozen.embed(x)
+    for layer in net.frozen.layers[:first]:
+        by_hand = layer(by_hand, Attached())
+    queries, below, expected = net.query(x), net.below(x), net.prompted(x, task=1).features
+    assert torch.equal(below, by_hand)
+    assert not below.requires_grad
+    assert below[0].numel() == net.room
+    for layer in net.frozen.layers:
+        layer.register_forward_hook(lambda *_: passes.append(1))
+    assert torch.equal(net.prompted(x, 1, queries, below).features, expected)
+    assert len(passes) == 3 - first
+
+
 # What moves.
 
 

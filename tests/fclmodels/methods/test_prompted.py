@@ -136,6 +136,35 @@ def test_queries_that_are_kept_change_nothing(
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
 
 
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("fed-dualp", ("methods.fed-dualp.g_layers=[]", "methods.fed-dualp.e_layers=[1]")),
+        ("lora", ("methods.lora.layers=[1]",)),
+    ],
+)
+def test_layers_below_the_first_with_something_attached_are_kept_and_change_nothing(
+    method: str, own: tuple[str, ...], experiment_of: Callable, remains: Callable, tmp_path: Any
+) -> None:
+    """A run that looks up what enters layer 1 and one that passes layer 0 in each step agree but for rounding."""
+    kept = experiment_of(*VIT, *own, method=method, home=tmp_path / "first")
+    kept.run(tmp_path / "kept")
+    assert kept.method.below.shape == (len(kept.splits.images), 1 + 4, 8)
+    assert len(list((tmp_path / "first" / "queries").glob("*.npy"))) == (2 if method == "fed-dualp" else 1)
+    anew = experiment_of(*VIT, *own, method=method, home=tmp_path / "second")
+    anew.method.below = None
+    anew.run(tmp_path / "anew")
+    mine, theirs = (state.load(tmp_path / name / "model" / "weights.safetensors") for name in ("kept", "anew"))
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
+
+
+def test_tokens_that_take_too_much_room_are_not_kept(experiment_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = experiment_of(*VIT, "methods.lora.layers=[1]", method="lora").method
+    monkeypatch.setattr("fclmodels.methods.frozen.MOST_KEPT", 4 * len(method.run.splits.images) * 5 * 8 - 1)
+    assert method.below is None
+    assert experiment_of(*VIT, method="lora").method.below is None  # nothing lies below layer 0
+
+
 def test_queries_of_another_network_are_not_taken(experiment_of: Callable, tmp_path: Any) -> None:
     """Same weights and data, but other heads of the attention: another file, beside the first."""
     files = tmp_path / "home" / "queries"
