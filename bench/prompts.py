@@ -1,8 +1,10 @@
 """What prompts cost a client, in one run: an epoch with kept queries against one that asks the frozen network for them.
 
-    python bench/prompts.py [fed-dualp fed-l2p pip-dualp] [--repeats 5]
+    python bench/prompts.py [fed-dualp fed-l2p pip-dualp] [--repeats 5] [--side 32] [--images 256] [--set KEY=VALUE ...]
 
-epoch: a client's 256 images of 32 px on a vision transformer of 6 layers of width 192, in seconds of one thread.
+epoch: a client's images on a vision transformer, 6 layers of width 192, patches of 4 px, in CPU seconds of one thread.
+With --side 56 there are 197 tokens an image, as ViT-B/16 has of 224 px. What is kept are queries and, where the lowest
+layers have no prompts, the tokens above those.
 memory: the peak of anonymous memory of a round of 10 and of 100 clients with 32 images each, each in its own process.
 """
 
@@ -10,6 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +34,29 @@ VIT = {"backbone": "vit", "patch": 4, "width": 192, "depth": 6, "attention_heads
 CLIENTS = (10, 100)
 
 
-def method_on(name: str, clients: int, samples: int, folder: Path) -> Any:
-    splits = make_splits(Work(clients, samples, 32, (3, 32, 32), VIT), folder)
+def method_on(
+    name: str, clients: int, samples: int, folder: Path, side: int = 32, overrides: Sequence[str] = ()
+) -> Any:
+    splits = make_splits(Work(clients, samples, 32, (3, side, side), VIT), folder)
     settings = {
         "model": VIT,
         "federation": {"batch_size": 32, "executor": "serial"},
         "optimizer": {"kind": "adam", "lr": 1e-3},
     }
     write_json(folder / "params.yaml", settings)
-    read = params.load(folder / "params.yaml")
+    read = params.load(folder / "params.yaml", overrides)
     return plugins.find("method", name)(params.method_settings(read, name), Run.on(read, splits, 0, folder))
 
 
-def measure_epoch(name: str, repeats: int) -> str:
+def measure_epoch(name: str, given: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        method = method_on(name, 1, 256, Path(folder))
+        method = method_on(name, 1, given.images, Path(folder), given.side, given.set)
         server = method.start_task(method.setup(), 0)
         client, payload = Client(0, 0, 0, method.run, method.rows(0, 0), {}), method.payload(server)
-        queries, seconds = method.queries, {"kept": [], "asked": []}
-        for _ in range(1 + repeats):
-            for side, told in (("kept", queries), ("asked", None)):
-                method.queries = told
+        known, seconds = (method.queries, method.below), {"kept": [], "asked": []}
+        for _ in range(1 + given.repeats):
+            for side, told in (("kept", known), ("asked", (None, None))):
+                method.queries, method.below = told
                 training = method.prepared(client, payload)
                 started = time.thread_time()
                 training.run()
@@ -77,12 +82,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", default=["fed-dualp", "fed-l2p", "pip-dualp"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--side", type=int, default=32)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--set", nargs="+", default=[])
+    parser.add_argument("--no-memory", action="store_true")
     given = parser.parse_args()
     malloc.tune()
     torch.set_num_threads(1)
     for name in given.methods:
-        memory = ", ".join(f"{alone(measure_memory, name, clients)} MB ({clients} clients)" for clients in CLIENTS)
-        print(f"{name}: an epoch {measure_epoch(name, given.repeats)}; memory {memory}", flush=True)
+        print(f"{name}: an epoch {measure_epoch(name, given)}", flush=True)
+        for clients in () if given.no_memory else CLIENTS:
+            print(f"{name}: a round of {clients} clients, {alone(measure_memory, name, clients)} MB", flush=True)
 
 
 if __name__ == "__main__":

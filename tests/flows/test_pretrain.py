@@ -191,6 +191,8 @@ def test_dvc_runs_the_stage_when_asked_and_only_then(tmp_path: Path) -> None:
     dvc("init", "--no-scm", "-q")
     assert "Running stage 'other'" in dvc("repro")
     assert not (tmp_path / OUT).exists()
-    assert "Running stage 'pretrain/dvc.yaml:letters'" in dvc("repro", "pretrain/dvc.yaml")
+    stage = "pretrain/dvc.yaml:pretrain@letters"
+    assert f"Running stage '{stage}'" in dvc("repro", stage)
     assert json.loads((tmp_path / OUT / "card.json").read_text())["source"] == "letters"
-    assert "Running" not in dvc("repro", "pretrain/dvc.yaml")
+    assert "Running" not in dvc("repro", stage)
+    assert "pretrain/dvc.yaml:pretrain@cifar10" in dvc("stage", "list", "pretrain/dvc.yaml", "--name-only")
