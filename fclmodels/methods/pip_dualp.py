@@ -10,7 +10,7 @@ class PipDualP(Injected, FedDualP):
     name = "pip-dualp"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
 
-    class Settings(Injected.Settings, FedDualP.Settings):
+    class Settings(FedDualP.Settings, Injected.Settings):  # defaults of the first go before those of the second
         pass
 
     settings: Settings

@@ -10,7 +10,7 @@ class PipL2P(Injected, FedL2P):
     name = "pip-l2p"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
 
-    class Settings(Injected.Settings, FedL2P.Settings):
+    class Settings(FedL2P.Settings, Injected.Settings):  # defaults of the first go before those of the second
         pass
 
     settings: Settings

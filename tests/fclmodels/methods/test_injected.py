@@ -13,8 +13,10 @@ from fclmodels.errors import UserError
 from fclmodels.federation.replies import Replies
 from fclmodels.listener import Listener
 from fclmodels.methods.fed_dualp import FedDualP
+from fclmodels.methods.fed_l2p import FedL2P
 from fclmodels.methods.injected import InjectedTraining
 from fclmodels.methods.pip_dualp import PipDualP
+from fclmodels.methods.pip_l2p import PipL2P
 
 VIT = tuple(
     f"model.{setting}"
@@ -124,6 +126,13 @@ def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
         mine = pip.train(client_of(pip, 0, round=round), pip.payload(state))[0].parts["update"].tensors
         theirs = fed.train(client_of(fed, 0, round=round), fed.payload(state))[0].parts["update"].tensors
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("pip", "fed"), [(PipDualP, FedDualP), (PipL2P, FedL2P)])
+def test_what_both_have_is_set_alike(pip: Any, fed: Any) -> None:
+    """PIP differs from its rival by the prototypes alone."""
+    of_pip, of_fed = pip.Settings(), fed.Settings()
+    assert all(getattr(of_pip, name) == getattr(of_fed, name) for name in fed.Settings.model_fields)
 
 
 def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
