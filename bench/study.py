@@ -161,7 +161,13 @@ def choices(study: Study, labels: list[str], pool: ProcessPoolExecutor, out: Pat
 
 
 def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
-    costs = {"s a round": ("seconds_per_round", 1), "MB up": ("bytes_up", 1e6), "MB kept": ("bytes_kept", 1e6)}
+    costs = {
+        "rounds to best": ("rounds_to_best", 1),  # where monitors.accuracy is on
+        "s a round": ("seconds_per_round", 1),
+        "MB up": ("bytes_up", 1e6),
+        "MB down": ("bytes_down", 1e6),
+        "MB kept": ("bytes_kept", 1e6),
+    }
     yield "| | " + " | ".join([*study.metrics, *costs, "settings"]) + " |"
     yield "|---" * (len(study.metrics) + len(costs) + 2) + "|"
     for label, runs in done.items():

@@ -17,7 +17,8 @@ grows while the verdict stays the same and is halved when it turns. The last rou
 
 What it does not see: of a head that grows, the new classes' rows, which have no anchor and push old classes out of the
 answers over all classes; and, where a round samples some clients only, that L_r is of others each time, so that a lucky
-round sets L_best and D comes out too large, in the end FedAvg's.
+round sets L_best. Once a task is learned D then comes out too large, in the end FedAvg's; before, it becomes finite too
+early and grows too slowly for what is still to be learned (docs/results/anchors.md, digits).
 """
 
 import math

@@ -37,6 +37,7 @@ METHODS = [
     "fedomg",
     "stamp",
 ]
+AUTO = ("methods.special.lambda=auto",)
 PERSONAL = ("model.backbone=resnet18", "methods.fedavg.batch_norm=local")
 ALL = ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1", "conclude 1", "evaluate 2"]
 
@@ -213,7 +214,7 @@ def learnt(experiment: Experiment, folder: Path) -> tuple[list[dict[str, str]], 
     return [outcome["objects"] for outcome in outcomes], accuracy
 
 
-@pytest.mark.parametrize(("method", "settings"), [(m, ()) for m in METHODS] + [("fedavg", PERSONAL)])
+@pytest.mark.parametrize(("method", "settings"), [(m, ()) for m in METHODS] + [("fedavg", PERSONAL), ("special", AUTO)])
 def test_test_rows_are_read_by_the_evaluation_only(
     method: str,
     settings: tuple[str, ...],

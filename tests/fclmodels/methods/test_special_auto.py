@@ -129,13 +129,15 @@ def test_training_is_fedavgs(method_of: Callable, client_of: Callable, splits_of
     assert ours.keys() - theirs.keys() == {"val"}
 
 
-def replies_of(server: Any, loss: float, samples: float, folder: Path) -> Replies:
-    """One client that moves every parameter by 0.01 and tells this val loss."""
-    update = {name: torch.full_like(w, 0.01) for name, w in server.weights.items()}
+def replies_of(
+    server: Any, loss: float, samples: float, folder: Path, steps: dict[str, Any] | None = None, train: float = 0
+) -> Replies:
+    """One client that moves every parameter by 0.01, or by these steps, and tells this val loss."""
+    update = steps or {name: torch.full_like(w, 0.01) for name, w in server.weights.items()}
     val = {"loss": torch.tensor(loss * samples), "samples": torch.tensor(samples)}
     replies = Replies((0,), folder)
     counts = {"weight": Part("count", {"weight": torch.tensor(1.0)}), "val": Part("count", val)}
-    replies.add(0, Reply({"update": Part("update", update), **counts}))
+    replies.add(0, Reply({"update": Part("update", update), **counts}, train))
     return replies
 
 
@@ -159,6 +161,23 @@ def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callabl
     unknown = method.aggregate(server, replies_of(server, 5.0, 0.0, tmp_path))
     assert unknown.knowledge["search"] == server.knowledge["search"]
     assert distance(unknown.weights, anchor) == pytest.approx(moved / (1 + weights[-1]), rel=1e-5)
+
+
+def test_of_updates_it_reads_nothing_but_how_far_they_go(
+    method_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """In another direction, beside other train losses: the same search, and the same share of the anchor."""
+    method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
+    one = other = method.start_task(method.start_task(method.setup(), 0), 1)
+    random = torch.Generator().manual_seed(0)
+    signs = {name: torch.randint(0, 2, w.shape, generator=random) * 2 - 1 for name, w in one.weights.items()}
+    steps = {name: 0.01 * sign for name, sign in signs.items()}
+    for loss in (2.0, 1.0, 0.3, 0.3, 0.3, 0.9, 0.3):
+        one = method.aggregate(one, replies_of(one, loss, 3.0, tmp_path))
+        other = method.aggregate(other, replies_of(other, loss, 3.0, tmp_path, steps, train=7.0))
+        assert other.knowledge["search"] == one.knowledge["search"]
+        assert method.share(other) == pytest.approx(method.share(one), abs=1e-5)
+    assert 0 < method.share(one) < 1
 
 
 @pytest.mark.parametrize("silent", [(), (3,)])
