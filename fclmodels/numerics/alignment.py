@@ -142,8 +142,9 @@ def by_descent(
     """The papers' solver: p = softmax(x), gradient descent with momentum from x = 0, the best p that it meets.
 
     The learning rate falls by `decay` every step_size rounds, and the descent goes on from the best x then: at the
-    papers' rate of 25 a softmax can saturate at a wrong corner, where no gradient is left. G is brought to a mean norm
-    of 1 first, without which a learning rate means nothing.
+    papers' rate of 25 the softmax can saturate at a wrong corner, where hardly any gradient is left. So it may end a
+    little above the minimum after any number of steps. G is brought to a mean norm of 1 first, without which a learning
+    rate means nothing.
     """
     root = G.diagonal().clamp(min=0).sqrt().mean()
     A = G.double() / root.square() if root > 0 else G.double()
