@@ -153,7 +153,8 @@ def choices(study: Study, labels: list[str], pool: ProcessPoolExecutor, out: Pat
 
 
 def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
-    costs = {"s a round": ("seconds_per_round", 1), "MB up": ("bytes_up", 1e6), "MB kept": ("bytes_kept", 1e6)}
+    travelled = {f"MB {way}": (f"bytes_{way}", 1e6) for way in ("up", "down", "kept")}
+    costs = {"s a round": ("seconds_per_round", 1), **travelled}
     yield "| | " + " | ".join([*study.metrics, *costs, "settings"]) + " |"
     yield "|---" * (len(study.metrics) + len(costs) + 2) + "|"
     for label, runs in done.items():
