@@ -161,13 +161,9 @@ def choices(study: Study, labels: list[str], pool: ProcessPoolExecutor, out: Pat
 
 
 def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
-    costs = {
-        "rounds to best": ("rounds_to_best", 1),  # where monitors.accuracy is on
-        "s a round": ("seconds_per_round", 1),
-        "MB up": ("bytes_up", 1e6),
-        "MB down": ("bytes_down", 1e6),
-        "MB kept": ("bytes_kept", 1e6),
-    }
+    travelled = {f"MB {way}": (f"bytes_{way}", 1e6) for way in ("up", "down", "kept")}
+    # Rounds to the best are known where monitors.accuracy is on.
+    costs = {"rounds to best": ("rounds_to_best", 1), "s a round": ("seconds_per_round", 1), **travelled}
     yield "| | " + " | ".join([*study.metrics, *costs, "settings"]) + " |"
     yield "|---" * (len(study.metrics) + len(costs) + 2) + "|"
     for label, runs in done.items():

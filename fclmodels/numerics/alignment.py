@@ -141,26 +141,29 @@ def by_descent(
 ) -> Tensor:
     """The papers' solver: p = softmax(x), gradient descent with momentum from x = 0, the best p that it meets.
 
-    The learning rate falls by `decay` every step_size rounds. G is brought to a mean norm of 1 first, without which
-    a learning rate means nothing.
+    The learning rate falls by `decay` every step_size rounds, and the descent goes on from the best x then: at the
+    papers' rate of 25 the softmax can saturate at a wrong corner, where hardly any gradient is left. So it may end a
+    little above the minimum after any number of steps. G is brought to a mean norm of 1 first, without which a learning
+    rate means nothing.
     """
     root = G.diagonal().clamp(min=0).sqrt().mean()
     A = G.double() / root.square() if root > 0 else G.double()
     b, c = A.mean(dim=1), kappa * float(A.mean().clamp(min=0)) ** 0.5
     x = torch.zeros(len(A), dtype=torch.float64)
-    velocity = torch.zeros_like(x)
-    best, least = torch.softmax(x, 0), float("inf")
+    best, least = x, float("inf")
     for round in range(rounds + 1):
+        if round % step_size == 0:
+            x, velocity = best, torch.zeros_like(x)
         p = torch.softmax(x, 0)
         Ap = A @ p
         length = (p @ Ap).clamp(min=1e-24).sqrt()
         f = float(b @ p + c * length)
         if f < least:
-            best, least = p, f
+            best, least = x, f
         slope = b + c / length * Ap
         velocity = momentum * velocity + p * (slope - p @ slope)
         x = x - lr * decay ** (round // step_size) * velocity
-    return best
+    return torch.softmax(best, 0)
 
 
 def _on_simplex(x: np.ndarray) -> np.ndarray:

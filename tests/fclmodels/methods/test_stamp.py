@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from numpy.testing import assert_allclose
@@ -39,6 +40,7 @@ HARD = (
     "federation.checkpoint_seconds=0",
 )
 PLAIN = {"protonet": 0, "temporal": "none"}
+STAMP = "methods.stamp"
 Named = dict[str, np.ndarray]
 
 
@@ -295,6 +297,22 @@ def test_old_tasks_are_forgotten_less(
 # The engine
 
 
+@pytest.mark.parametrize("chosen", [1, 5, 10])
+def test_any_share_of_the_clients_takes_part_and_one_joins_at_the_fifth_task(
+    chosen: int, experiment_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """Of ten clients, of which each keeps its samples, as soon as it has some, whoever takes part in the rounds."""
+    train = {(task, client): 2 for task in range(5) for client in range(9)} | {(4, 9): 2}
+    splits, few = splits_of(tasks=5, clients=10, train=train), ("federation.rounds=2", f"{STAMP}.budget=1")
+    experiment_of(*few, f"federation.clients_per_round={chosen}", method="stamp", splits=splits).run(tmp_path / "run")
+    ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet").filter(pl.col("direction") != "down")
+    kept = ledger.filter(pl.col("direction") == "kept", pl.col("round") < 0)
+    updates = ledger.filter(pl.col("part") == "update").group_by("task", "round").len()
+    assert set(updates.filter(pl.col("task") == 4)["len"]) == {chosen}
+    assert set(updates.filter(pl.col("task") < 4)["len"]) == {min(chosen, 9)}
+    assert set(kept.select("task", "client").iter_rows()) == train.keys()
+
+
 class Stop(Listener):
     """Ends a run in the middle of a round."""
 
@@ -303,7 +321,6 @@ class Stop(Listener):
             raise KeyboardInterrupt
 
 
-STAMP = "methods.stamp"
 ROUND = ("model.backbone=resnet18", f"{STAMP}.temporal=round", f"{STAMP}.selection=random", f"{STAMP}.batch_norm=local")
 VARIANTS = [
     pytest.param((f"{STAMP}.layerwise=true",), marks=pytest.mark.slow),

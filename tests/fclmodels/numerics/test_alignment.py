@@ -69,16 +69,25 @@ def test_the_minimiser_is_scipys(seed: int, n: int, common: float, spread: float
     assert objective(G, by_descent(G, kappa, **PAPERS), kappa) >= objective(G, p, kappa) - 1e-8 * scale
 
 
-def test_the_papers_solver_comes_near_in_nearly_all_cases() -> None:
-    """Its learning rate is so high that softmax can saturate at a wrong corner: up to 1e-2, in a few cases of 100."""
-    gaps = []
+def above_exact(V: Tensor, kappa: float, **steps: float) -> float:
+    """How far the descent ends above the exact minimum, in mean squared lengths of the vectors."""
+    G = V @ V.T
+    found, least = (objective(G, p, kappa) for p in (by_descent(G, kappa, **steps), exact(G, kappa)))
+    return (found - least) / float(G.diagonal().mean())
+
+
+LONG = {**PAPERS, "rounds": 1000, "step_size": 300}
+
+
+@pytest.mark.parametrize(("steps", "near"), [(PAPERS, 0.8), (LONG, 0.97)])
+def test_the_papers_solver_comes_within_a_thousandth_in_nearly_all_cases(steps: dict[str, float], near: float) -> None:
+    """Up to 20 vectors, kappa as in Figure 14. The rest, where softmax saturates, ends within 5e-3."""
+    random, gaps = np.random.default_rng(0), []
     for seed in range(100):
-        V = vectors(seed, 2 + seed % 19, 0.3, 0.3)
-        G = V @ V.T
-        found, least = (objective(G, p, 0.5) for p in (by_descent(G, 0.5, **PAPERS), exact(G, 0.5)))
-        gaps.append((found - least) / float(G.diagonal().mean()))
-    assert np.median(gaps) < 1e-3
-    assert np.quantile(gaps, 0.9) < 2.5e-3
+        V = vectors(seed, random.integers(1, 21), random.choice([0, 0.3, 2]), random.choice([0, 0.5, 1.5]))
+        gaps.append(above_exact(V, random.choice([0.1, 0.25, 0.5, 0.75]), **steps))
+    assert np.mean(np.array(gaps) < 1e-3) >= near
+    assert max(gaps) < 5e-3
 
 
 @settings(max_examples=30, deadline=None)
