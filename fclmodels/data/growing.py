@@ -114,28 +114,30 @@ def _part(folder: Path) -> Part:
     return Part(folder, int(number), name)
 
 
-def refuse_unfit(part: Part, parts: Sequence[Part]) -> None:
-    """Whether a part goes with those before it: shape of its images, names of its classes, images with two labels."""
-    shape = part.facts["shape"]
-    for before in parts[:1]:
-        if shape != before.facts["shape"]:
-            sides = " and ".join(" x ".join(map(str, one)) for one in (shape, before.facts["shape"]))
-            raise UserError(f"Its images and those of the stream are {sides}. Set data.size and data.channels.")
-    known: dict[str, str] = {}
-    for name in (name for one in (*parts, part) for name in one.facts["classes"]):
-        if known.setdefault(name.strip().casefold(), name) != name:
-            raise UserError(f"Class {name} is nearly {known[name.strip().casefold()]}. Name them alike, or apart.")
+def refuse_unfit(part: Part, before: Sequence[Part]) -> None:
+    """Whether a part goes with those before it."""
+    own, theirs = (" x ".join(map(str, one.facts["shape"])) for one in (part, *before[:1], part)[:2])
+    if own != theirs:
+        raise UserError(f"Its images are {own}, those of the stream {theirs}. Set data.size and data.channels.")
     if not (part.manifest["split"] == "val").any():
-        raise UserError(
-            "partition.val leaves no sample of its clients to judge by. Use a larger share, or more samples."
-        )
-    shown: dict[bytes, tuple[str, str]] = {}
-    for one in (*parts, part):
-        for label, origin, image in zip(
-            one.prepared.samples["label"], one.prepared.samples["origin"], one.prepared.array, strict=True
-        ):
-            here = one.prepared.meta.classes[label], f"{one.name}/{origin}"
-            there = shown.setdefault(hashlib.sha256(image.tobytes()).digest(), here)
+        raise UserError("partition.val leaves no sample to judge by. Use a larger share, or more samples a client.")
+    refuse_clashes([*before, part])
+
+
+def refuse_clashes(parts: Sequence[Part]) -> None:
+    """Two names for one class, as far as that can be seen, or two classes for one image."""
+    names: dict[str, str] = {}
+    images: dict[bytes, tuple[str, str]] = {}
+    for part in parts:
+        prepared, classes = part.prepared, part.facts["classes"]
+        for name in classes:
+            other = names.setdefault(name.strip().casefold(), name)
+            if name != other:
+                raise UserError(f"Class {name} is nearly {other}. Name them alike, or apart.")
+        for row, image in enumerate(prepared.array):
+            label, origin = prepared.meta.classes[prepared.samples["label"][row]], prepared.samples["origin"][row]
+            here = label, f"{part.name}/{origin}"
+            there = images.setdefault(hashlib.sha256(image.tobytes()).digest(), here)
             if here[0] != there[0]:
                 raise UserError(
                     f"{here[1]} is {here[0]}, and the same image is {there[0]} as {there[1]}. Give it one label."
