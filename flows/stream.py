@@ -127,14 +127,16 @@ class Line:
         splits = joined(parts)[1]["digest"]
         tags = {"method": arrivals.method, "seed": str(arrivals.seed), "splits": splits}
         key = digest_of({"stream": self.name, **tags, "model": self.settings.model.model_dump(mode="json")})
-        known = self.store.recall(key)
-        if known and gated(self.registry, self.name, key):
+        known, done = self.store.recall(key), gated(self.registry, self.name, key)
+        if known and done:
             self.outcomes += known["outcomes"]
             return
         version(self.growing.folder)
         folder = assembled(parts, HOME / "streams" / self.name)
         with Experiment(self.settings, arrivals.method, arrivals.seed, Splits.open(folder), HOME) as run:
             tracking, result = self.learn(run, key, known)
+        if done:  # only the state had been lost
+            return
         verdict = gate.judge(gathered(self.store, self.outcomes, ("val_accuracy",))["val_accuracy"], arrivals.gate)
         of_test = result["metrics"][gate.READING]
         measured = {
