@@ -35,20 +35,6 @@ def drop(project: Path, arrive: Callable[..., Path]) -> Drop:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps that were really done."""
-    done: list[str] = []
-    run = Step.run
-
-    def noted(step: Step) -> dict[str, Any]:
-        done.append(f"{step.stage} {step.task}")
-        return run(step)
-
-    monkeypatch.setattr(Step, "run", noted)
-    return done
-
-
-@pytest.fixture
 def night(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
     """One run of `fcl stream`; what it says became of each task."""
 
@@ -65,7 +51,8 @@ def registry(project: Path) -> MlflowClient:
 
 
 def aliases(project: Path) -> dict[str, str]:
-    return dict(registry(project).get_registered_model("arrivals").aliases)
+    found = registry(project).get_registered_model("arrivals").aliases
+    return {alias: str(version) for alias, version in found.items()}
 
 
 def versions(project: Path) -> dict[str, dict[str, str]]:
