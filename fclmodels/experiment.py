@@ -1,7 +1,8 @@
 """One method, one seed, all tasks in turn: the steps of an experiment, each named by what its result depends on.
 
 begin -> evaluate(0) -> for each task: learn -> conclude -> evaluate. A step that the store holds is not done again;
-a task whose training was interrupted goes on from its last checkpoint. Prefect chains the same steps (flows/).
+a task whose training was interrupted goes on from its last checkpoint. Prefect chains the same steps (flows/), and
+where a gate asks for it one more: judge, the same as evaluate on val rows.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from fclmodels.federation import evaluation, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.executor import EVALUATE, Executor, Serial, torch_threads
+from fclmodels.federation.executor import EVALUATIONS, Executor, Serial, torch_threads
 from fclmodels.federation.ledger import Ledger, ledger_table
 from fclmodels.federation.processes import Processes
 from fclmodels.federation.run import Run
@@ -37,7 +38,7 @@ from fclmodels.store import Store
 if TYPE_CHECKING:
     from fclmodels.federation.monitors.watch import Watch
 
-Stage = Literal["begin", "learn", "conclude", "evaluate"]
+Stage = Literal["begin", "learn", "conclude", "evaluate", "judge"]
 Outcome = dict[str, Any]
 # Server mathematics has one fixed number of threads, whatever the clients have.
 SERVER_THREADS = 1
@@ -136,7 +137,7 @@ class Experiment:
         return self.publish(folder, outcomes)
 
     def step(self, stage: Stage, state: str | None, task: int) -> Step:
-        """A step from a state (None before `begin`); for `evaluate`, `task` is the number of tasks learned."""
+        """A step from a state (None before `begin`); for `evaluate` and `judge`, `task` is how many are learned."""
         depends_on = {**self._identity, "threads": self.choice.threads, "stage": stage, "state": state, "task": task}
         if stage == "learn":
             depends_on["rounds"] = self.method.run.rounds(task)
@@ -144,7 +145,7 @@ class Experiment:
         of_rounds = monitors.of_rounds and [*monitors.of_rounds, monitors.every, self.params.evaluation.batch_size]
         if watched := {"learn": of_rounds, "conclude": monitors.used_share}.get(stage):
             depends_on["monitors"] = [watched, source_closure(MONITORS)]
-        if stage == "evaluate":
+        if stage in EVALUATIONS:
             depends_on["evaluation"] = self.params.evaluation.model_dump(mode="json")
             depends_on["code"] = [depends_on["code"], source_closure(evaluation.__name__)]
         return Step(self, stage, state, task, digest_of(depends_on))
@@ -169,7 +170,7 @@ class Experiment:
     def checkpoint_folder(self, step: Step) -> Path:
         return self.home / "checkpoints" / step.key
 
-    # The four stages. Each takes a step and returns the objects that it put into the store, and its seconds.
+    # The five stages. Each takes a step and returns the objects that it put into the store, and its seconds.
 
     def _begin(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
@@ -219,22 +220,28 @@ class Experiment:
 
     def _evaluate(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
-        server, memories, _ = self._state(step)
-        if self.method.personal and step.task > 0:
-            tables = self._evaluated_by_clients(step, server, memories)
-        else:
-            tables = evaluation.evaluate(self.method, server)
+        tables = self._tables(step)
         objects = {"accuracy": self.store.put_table(tables.accuracy)}
         if not tables.confusion.is_empty():
             objects["confusion"] = self.store.put_table(tables.confusion)
         return objects, time.perf_counter() - started
+
+    def _judge(self, step: Step) -> tuple[dict[str, str], float]:
+        started = time.perf_counter()
+        return {"val_accuracy": self.store.put_table(self._tables(step).accuracy)}, time.perf_counter() - started
+
+    def _tables(self, step: Step) -> evaluation.Tables:
+        server, memories, _ = self._state(step)
+        if self.method.personal and step.task > 0:
+            return self._evaluated_by_clients(step, server, memories)
+        return evaluation.evaluate(self.method, server, EVALUATIONS[step.stage])
 
     def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
             everyone = tuple(range(self.splits.clients))
             cohort = Cohort(self.executor, server.task, everyone, memories, Ledger(checkpoints.ledger), checkpoints)
-            replies = cohort.ask(EVALUATE, self.method.payload(server))
+            replies = cohort.ask(step.stage, self.method.payload(server))
             return evaluation.gather(dict(replies.each("tables")))
         finally:
             checkpoints.close()

@@ -67,10 +67,10 @@ def method_settings(params: Params, name: str) -> Any:
 def effective(params: Params, method: str) -> dict[str, Any]:
     """All settings that one method's run depends on, as JSON values; written to a file, `load` reads them back.
 
-    Left out: which methods and seeds run besides, whose preset it is, and where runs are tracked (an address may
-    hold a password).
+    Left out: which methods and seeds run besides, what arrives, whose preset it is, and where runs are tracked (an
+    address may hold a password).
     """
-    left_out = {"methods", "experiment", "preset", "tracking"}
+    left_out = {"methods", "experiment", "arrivals", "preset", "tracking"}
     shared = params.model_dump(mode="json", serialize_as_any=True, exclude=left_out)
     return shared | {"methods": {method: method_settings(params, method).model_dump(mode="json")}}
 
@@ -198,3 +198,4 @@ class Check:
                     self.refuse(("experiment", key, str(number)), f"experiment.{key} holds {value} twice.")
         for name in params.experiment.methods:
             self.plugin("method", name, ("experiment", "methods"))
+        self.plugin("method", params.arrivals.method, ("arrivals", "method"))

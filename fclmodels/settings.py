@@ -215,6 +215,29 @@ class ExperimentSettings(Settings):
     seeds: tuple[NonNegativeInt, ...] = Field((0, 1), min_length=1, description="seeds of each method")
 
 
+class GateSettings(Settings):
+    """What a model has to reach on val rows to become the champion."""
+
+    acc: float = Field(0.5, ge=0, le=1, description="least mean accuracy on the tasks so far")
+    forgetting: float = Field(
+        0.2, ge=-1, le=1, description="most mean forgetting: accuracy on a task right after it was learned minus now"
+    )
+
+
+class ArrivalSettings(Settings):
+    """The stream that goes on: each data set that arrives is its next task (fcl stream)."""
+
+    name: str = Field(
+        "arrivals",
+        pattern="^[a-z0-9][a-z0-9-]*$",
+        description="name of the stream: of its folder in data/streams and of its model in MLflow",
+    )
+    incoming: Path = Field(Path("incoming"), description="folder in which tasks arrive, each in a folder of its own")
+    method: str = Field("fedavg", description="the method that learns them: fcl list methods")
+    seed: NonNegativeInt = Field(0, description="seed of everything random in it")
+    gate: GateSettings = GateSettings()
+
+
 class PaperTable(Settings):
     """Figures of a paper in percent, a row a method. where: settings, by dotted name, that differ from the preset's."""
 
@@ -265,6 +288,7 @@ class Params(Settings):
     )
     methods: dict[str, Any] = Field(default_factory=dict, description="settings of each method: fcl params METHOD")
     experiment: ExperimentSettings = ExperimentSettings()
+    arrivals: ArrivalSettings = ArrivalSettings()
     preset: PresetSettings = PresetSettings()
     tracking: TrackingSettings = TrackingSettings()
 

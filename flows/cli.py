@@ -145,6 +145,35 @@ def run(
 
 
 @app.command()
+def stream(
+    serve: Annotated[
+        bool, typer.Option("--serve/--once", help="look by the clock until Ctrl-C, or once and now")
+    ] = False,
+    cron: Annotated[str, typer.Option(help="when --serve looks: minute, hour, day, month, weekday")] = "0 2 * * *",
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Learn what has arrived in `arrivals.incoming`, task by task, and register each model.
+
+    What was done before is not done again, and what cannot be learned is set aside with the reason.
+    """
+    if serve:
+        _start("stream", "serve", params, overrides, cron=cron, quiet=quiet)
+        return
+    rows = _start("stream", "stream", params, overrides, quiet=quiet)
+    if json:
+        terminal.show_json(rows)
+    elif rows:
+        from flows.stream import for_people
+
+        terminal.show(for_people(rows), as_json=False)
+    else:
+        terminal.tell("nothing new has arrived", quiet)
+
+
+@app.command()
 def compare(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")

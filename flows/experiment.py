@@ -63,15 +63,12 @@ def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome
     remarks: list[str] = []
     for task in range(run.tasks):
         again = run.step("learn", state, task).done() is not None
-        learned = through_store(learn, run.step("learn", state, task), label=run.label, task=task + 1)
-        state = learned["objects"]["state"]
-        concluded = through_store(conclude, run.step("conclude", state, task), label=run.label, task=task + 1)
+        learned, concluded, evaluated = one_task(run, state, task)
         state = concluded["objects"]["state"]
         for remark in run.remarks(concluded):
             if remark not in remarks:
                 watcher.remark(remark)
                 remarks.append(remark)
-        evaluated = through_store(evaluate, run.step("evaluate", state, task + 1), label=run.label, learned=task + 1)
         outcomes += [learned, concluded, evaluated]
         summary = so_far(run.store, outcomes, task + 1)
         watcher.task_learned(task, summary, again)
@@ -79,3 +76,13 @@ def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome
         tracking.task_learned(task + 1, rounds, summary, run.monitored(outcomes))
         update_progress_artifact(progress, 100.0 * (task + 1) / run.tasks)
     return outcomes
+
+
+def one_task(run: Experiment, state: str, task: int) -> tuple[Outcome, Outcome, Outcome]:
+    """Learn a task, extract knowledge, evaluate."""
+    learned = through_store(learn, run.step("learn", state, task), label=run.label, task=task + 1)
+    state = learned["objects"]["state"]
+    concluded = through_store(conclude, run.step("conclude", state, task), label=run.label, task=task + 1)
+    state = concluded["objects"]["state"]
+    evaluated = through_store(evaluate, run.step("evaluate", state, task + 1), label=run.label, learned=task + 1)
+    return learned, concluded, evaluated

@@ -129,6 +129,10 @@ class Splits:
         own = self.rows(task, "test", client)
         return own if client is None else Rows.concatenate([own, shared])
 
+    def held_out_rows(self, split: str, task: int, client: int | None = None) -> Rows:
+        """The val rows of a task, or the test rows: of one client, or of all of them."""
+        return self.test_rows(task, client) if split == "test" else self.rows(task, split, client)
+
     def clients_with(self, task: int, split: str = "train") -> tuple[int, ...]:
         """The clients that have rows of this task."""
         return tuple(client for client in self._groups.get((task, split), {}) if client >= 0)

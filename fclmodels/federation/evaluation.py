@@ -67,10 +67,10 @@ class Answer(NamedTuple):
     tasks: Tensor
 
 
-def evaluate(method: "Method", server: Server) -> Tables:
-    """Both tables of a model that is the same for all clients."""
+def evaluate(method: "Method", server: Server, split: str = "test") -> Tables:
+    """Both tables of a model that is the same for all clients, on the test rows or the val rows."""
     run = method.run
-    rows = [run.splits.test_rows(task.index) for task in run.splits.tasks]
+    rows = [run.splits.held_out_rows(split, task.index) for task in run.splits.tasks]
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
     return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone)
 
@@ -83,10 +83,10 @@ def evaluate_learned(method: "Method", server: Server) -> pl.DataFrame:
     return _accuracy(answered.with_columns(after=pl.lit(server.task + 1)))
 
 
-def evaluate_on_client(method: "Method", client: Client, payload: Payload) -> Reply:
-    """The same on one client, of its own model and on its own test rows (all clients' where they share them)."""
+def evaluate_on_client(method: "Method", client: Client, payload: Payload, split: str) -> Reply:
+    """The same on one client, of its own model and on its own rows (all clients' where they share them)."""
     run = method.run
-    rows = [run.splits.test_rows(task.index, client.index) for task in run.splits.tasks]
+    rows = [run.splits.held_out_rows(split, task.index, client.index) for task in run.splits.tasks]
     server = Server(run.spec(client.task + 1), payload["weights"].tensors, client.task)
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
     tables = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fclmodels.methods.base import Method
 
 TRAIN = "train"
-EVALUATE = "evaluate"
+EVALUATIONS = {"evaluate": "test", "judge": "val"}  # questions about accuracy, and the rows that they read
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     client = Client(index, job.task, job.round, method.run, rows, memory)
     if job.question == TRAIN:
         reply, remembered = method.train(client, job.payload)
-    elif job.question == EVALUATE:
-        reply, remembered = evaluate_on_client(method, client, job.payload), memory
+    elif job.question in EVALUATIONS:
+        reply = evaluate_on_client(method, client, job.payload, EVALUATIONS[job.question])
+        remembered = memory
     else:
         reply, remembered = method.answer(client, job.question, job.payload)
     if remembered is not memory:

@@ -15,6 +15,7 @@ from fclmodels.backbones.capture import BATCH, Layer, layers_of, observe
 from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.backbones.network import Network
 from fclmodels.backbones.projection import project_update, split_by_width
+from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError, did_you_mean
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part
@@ -126,7 +127,12 @@ class Subspaces(FedAvg):
 
     @property
     def no_new_classes(self) -> bool:
-        """Whether all tasks are about the first one's classes, as domains are; one may lack some of them."""
+        """Whether all tasks are about the first one's classes, as domains are; one may lack some of them.
+
+        Of a stream that goes on nobody knows.
+        """
+        if self.run.splits.kind == Arrival.name:
+            return False
         classes = [set(task.classes) for task in self.run.splits.tasks]
         return len(classes) > 1 and all(of_task <= classes[0] for of_task in classes)
 

@@ -10,11 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 
 from fclmodels import experiment as module
 from fclmodels import state
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits import Rows, Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, Step
 from fclmodels.listener import Listener
@@ -232,6 +233,36 @@ def test_test_rows_are_read_by_the_evaluation_only(
     assert noise_in_test[0] == plain[0]
     assert noise_in_test[1] != plain[1]
     assert noise_in_train[0] != plain[0]
+
+
+class OnVal(Splits):
+    """Splits whose evaluation reads val rows."""
+
+    def test_rows(self, task: int, client: int | None = None) -> Rows:
+        return self.rows(task, "val", client)
+
+
+@pytest.mark.parametrize("settings", [(), PERSONAL], ids=["shared model", "personal models"])
+def test_judge_is_evaluate_on_val_rows(
+    settings: tuple[str, ...], own_splits: Callable[..., Splits], experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    """So the gate stays the same to the bit whatever the test rows hold."""
+
+    def judged(splits: Splits, stage: str) -> pl.DataFrame:
+        with experiment_of(*settings, splits=splits) as experiment:
+            state, tables = experiment.step("begin", None, 0).run()["objects"]["state"], []
+            for task in range(2):
+                for learning in ("learn", "conclude"):
+                    state = experiment.step(learning, state, task).run()["objects"]["state"]
+                (table,) = experiment.step(stage, state, task + 1).run()["objects"].values()
+                tables.append(experiment.store.get_table(table))
+            return pl.concat(tables)
+
+    splits = own_splits(val=2)
+    expected = judged(OnVal.open(splits.folder), "evaluate")
+    assert_frame_equal(judged(splits, "judge"), expected)
+    assert_frame_equal(judged(noisy(own_splits(val=2), "test"), "judge"), expected)
+    assert not judged(noisy(own_splits(val=2), "val"), "judge").equals(expected)
 
 
 class Second(Listener):

@@ -5,15 +5,21 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from mlflow import MlflowClient
+from PIL import Image
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.settings import PREFECT_RESULTS_DEFAULT_SERIALIZER as SERIALIZER
 from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH as RESULTS
 from prefect.testing.utilities import prefect_test_harness
+from sklearn.datasets import load_digits
 
+from fclmodels.data.incoming import MARKER
+from fclmodels.experiment import Step
 from flows.cli import app
 from flows.ending import end_well
 
@@ -29,6 +35,7 @@ experiment: {methods: [fedavg], seeds: [0]}
 """
 
 Fcl = Callable[..., int]
+Arrive = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +49,23 @@ def server() -> Iterator[str]:
 def fcl() -> Fcl:
     """Runs a command in this process; its exit code."""
     return lambda *arguments: end_well(app, arguments)
+
+
+@pytest.fixture(scope="session")
+def arrive() -> Arrive:
+    """Some of scikit-learn's digits arrive in a folder as a complete tree of images; the tree."""
+    digits = load_digits()
+
+    def make(incoming: Path, name: str, *classes: int) -> Path:
+        for digit in classes:
+            place = incoming / name / f"digit {digit}"
+            place.mkdir(parents=True)
+            for number, image in enumerate(digits.images[digits.target == digit][:30]):
+                Image.fromarray((image * 15.9).astype(np.uint8)).save(place / f"{number}.png")
+        (incoming / name / MARKER).touch()
+        return incoming / name
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +88,20 @@ def project(template: Path, server: str, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: 'sqlite:///{tmp_path}/mlflow.db'}}\n")
     with inside(tmp_path, server):
         yield tmp_path
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps that were really done."""
+    done: list[str] = []
+    run = Step.run
+
+    def noted(step: Step) -> dict[str, Any]:
+        done.append(f"{step.stage} {step.task}")
+        return run(step)
+
+    monkeypatch.setattr(Step, "run", noted)
+    return done
 
 
 @contextmanager

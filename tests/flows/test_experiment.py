@@ -18,20 +18,6 @@ Fcl = Callable[..., int]
 OUT = Path("runs/fedavg-0")
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps that were really done."""
-    done: list[str] = []
-    run = Step.run
-
-    def noted(step: Step) -> dict[str, Any]:
-        done.append(f"{step.stage} {step.task}")
-        return run(step)
-
-    monkeypatch.setattr(Step, "run", noted)
-    return done
-
-
 def result() -> dict[str, Any]:
     return json.loads((OUT / "result.json").read_text())
 

@@ -46,6 +46,8 @@ def _deal_pool(pool: Pool, samples: Samples, present: np.ndarray, partition: Par
     column = np.zeros(len(samples.classes), np.int64)
     column[list(pool.classes)] = np.arange(len(pool.classes))
     halves = [(rows, column[samples.labels[rows]]) for rows in (pool.rows[~test], pool.rows[test])]
+    if pool.owners is not None:
+        return _as_owned(pool, *halves)
     trained, tested = (np.bincount(columns, minlength=len(pool.classes)) for _, columns in halves)
     may = (pool.task_of >= 0) & np.take_along_axis(present, np.maximum(pool.task_of, 0), axis=1)
     portion = Portion(pool.name, tuple(samples.classes[c] for c in pool.classes), trained, may)
@@ -59,6 +61,19 @@ def _deal_pool(pool: Pool, samples: Samples, present: np.ndarray, partition: Par
         _drawn(pool, *halves[0], allotted, partition.generator("samples", pool.key)),
         _drawn(pool, *halves[1], follows, partition.generator("test samples", pool.key)),
     )
+
+
+def _as_owned(pool: Pool, *halves: tuple[np.ndarray, np.ndarray]) -> tuple[Given, Given]:
+    """Each sample to its owner; halves are rows and columns of the train and of the test samples."""
+    assert pool.owners is not None
+    (trainers, testers) = owners = [pool.owners[rows] for rows, _ in halves]
+    if idle := sorted(set(testers.tolist()) - set(trainers.tolist())):
+        raise UserError(f"client {idle[0]} has no training samples in {pool.name}. Give it more samples, or none.")
+    train, test = (
+        Given(rows, clients, pool.task_of[clients, columns])
+        for (rows, columns), clients in zip(halves, owners, strict=True)
+    )
+    return train, test
 
 
 def _refuse_broken_promise(portion: Portion, allotted: np.ndarray) -> None:

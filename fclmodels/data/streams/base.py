@@ -49,7 +49,7 @@ class Pool:
 
     task_of [clients, classes of the pool] is the task in which a client meets a class, -1 for never.
     Pools with the same key are divided by the same random numbers. Where it is promised, a client must get samples of
-    every class that it meets.
+    every class that it meets. Where samples belong to clients already, owners [N] says to whom, by position among all.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Pool:
     task_of: np.ndarray
     key: int
     promised: bool = False
+    owners: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""What arrives: a folder a task below `arrivals.incoming`, complete once its marker file is there.
+
+It is a tree of images by class, or one Parquet table of paths and labels. What cannot be taken in gets a file that
+says why, and is left alone until somebody deletes that file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fclmodels.data.sources.base import Source
+from fclmodels.data.sources.image_folder import ImageFolder
+from fclmodels.data.sources.image_table import ImageTable
+from fclmodels.errors import UserError
+from fclmodels.settings import ImageSettings
+
+MARKER, REASON = "COMPLETE", "SET-ASIDE.txt"
+
+
+@dataclass(frozen=True, order=True)
+class Arrived:
+    """A complete folder; the first to come is the least."""
+
+    at: int  # when its marker was written, in ns
+    name: str
+    folder: Path
+
+    def source(self, images: ImageSettings) -> Source:
+        """Its samples, to be decoded as these settings say."""
+        tables = sorted(self.folder.glob("*.parquet"))
+        if len(tables) > 1:
+            raise UserError(f"{self.folder} holds {len(tables)} Parquet tables. Make one of them.")
+        said = {name: getattr(images, name) for name in ("size", "channels", "mean", "std", "skip_bad")}
+        if tables:
+            return ImageTable(
+                ImageTable.Settings(source=ImageTable.name, root=self.folder, table=Path(tables[0].name), **said)
+            )
+        return ImageFolder(ImageFolder.Settings(source=ImageFolder.name, root=self.folder, **said))
+
+    def set_aside(self, reason: str) -> None:
+        (self.folder / REASON).write_text(f"{reason}\n\nMend it and delete this file: then it is looked at again.\n")
+
+
+def arrived(incoming: Path) -> list[Arrived]:
+    """The folders that are complete and not set aside, in order of arrival."""
+    folders = [path for path in incoming.iterdir() if not path.name.startswith(".")] if incoming.is_dir() else []
+    complete = [path for path in folders if (path / MARKER).is_file() and not (path / REASON).exists()]
+    return sorted(Arrived((path / MARKER).stat().st_mtime_ns, path.name, path) for path in complete)

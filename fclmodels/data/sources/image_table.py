@@ -1,0 +1,68 @@
+"""A Parquet table of image files: a row a sample, with the columns path, label and, where samples have one, client."""
+
+from pathlib import Path
+
+import polars as pl
+from PIL import Image
+from pydantic import Field
+
+from fclmodels.data.sources.base import Catalogue, Source, table
+from fclmodels.errors import UserError
+from fclmodels.settings import ImageSettings
+
+
+class ImageTable(Source):
+    """a Parquet table of image paths and labels; with a column client, each client is a domain"""
+
+    name = "image-table"
+
+    class Settings(ImageSettings):
+        table: Path = Field(
+            Path("samples.parquet"), description="the table, from root on; its relative paths begin in its own folder"
+        )
+
+    settings: Settings
+
+    def catalogue(self) -> Catalogue:
+        file = self.settings.root / self.settings.table
+        rows = _checked(file, _read(file))
+        classes, domains = (sorted(rows[name].unique().to_list(), key=_as_numbered) for name in ("label", "client"))
+        paths = [file.parent / path for path in rows["path"]]
+        samples = table(
+            label=[classes.index(label) for label in rows["label"]],
+            domain=[domains.index(client) for client in rows["client"]],
+            origin=rows["path"].to_list(),
+        )
+        return Catalogue(tuple(classes), tuple(domains), samples, lambda row: Image.open(paths[row]))
+
+
+def _read(file: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(file)
+    except (OSError, pl.exceptions.PolarsError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UserError(f"data.table: {file} cannot be read ({reason}). It must be a Parquet file.") from problem
+
+
+def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
+    """Path, label and client as text; without a column client all rows are of one domain."""
+    if missing := sorted({"path", "label"} - set(rows.columns)):
+        raise UserError(f"data.table: {file} has no column {missing[0]}. Right: path, label and, if you like, client.")
+    if "client" not in rows.columns:
+        rows = rows.with_columns(client=pl.lit(ImageTable.name))
+    elif not rows["client"].dtype.is_integer():
+        raise UserError(f"data.table: {file}: client must be whole numbers from 0 on, not {rows['client'].dtype}.")
+    rows = rows.select(pl.col("path", "label", "client").cast(pl.String))
+    for name in rows.columns:
+        if count := rows[name].null_count():
+            raise UserError(f"data.table: {file}: {name} is empty in {count} rows. Fill it in, or leave the rows out.")
+    for path, labels in rows.group_by("path", maintain_order=True).agg(pl.col("label")).iter_rows():
+        if len(labels) > 1:
+            given = " and ".join(sorted(set(labels)))
+            raise UserError(f"data.table: {file} lists {path} {len(labels)} times, as {given}. List it once.")
+    return rows
+
+
+def _as_numbered(name: str) -> tuple[int, str]:
+    """Numbers in their order, before names."""
+    return (int(name), "") if name.isdecimal() else (1 << 62, name)
