@@ -166,6 +166,32 @@ def compare(
 
 
 @app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="a run folder, or models:/NAME@ALIAS of the tracking store")],
+    files: Annotated[list[Path], typer.Argument(help="image files")],
+    task: Annotated[int | None, typer.Option(min=1, help="the task of all files, from 1 [default: not known]")] = None,
+    params: ParamsFile = PARAMS,
+    overrides: Set = [],  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Ask a trained model: class, probability, predicted task, and relevance to each task where it predicts tasks."""
+    from fclmodels.params import load
+    from flows.predict import answers, open_model
+
+    asked = open_model(model, lambda: load(params, overrides).tracking.uri)
+    rows = answers(asked, files, task)
+    if json:
+        terminal.show_json(rows)
+    else:
+        shown = {"probability": lambda p: f"{p:.3f}", "relevance": lambda r: r and " ".join(f"{of:.2f}" for of in r)}
+        rows = [{name: shown.get(name, lambda v: v)(value) for name, value in row.items()} for row in rows]
+        terminal.show(rows, as_json=False)
+    for note in asked.notes:
+        terminal.tell(note, quiet)
+
+
+@app.command()
 def ledger(runs: Annotated[list[Path], typer.Argument(help="run folders")], json: Json = False) -> None:
     """What a client sends, receives and keeps in each task, kind by kind, several runs side by side."""
     from fclmodels.report import traffic
