@@ -2,40 +2,16 @@
 
 import gc
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fclmodels.errors import UserError, did_you_mean
+import flows.asking  # noqa: F401  has commands of its own
 from flows import terminal
 from flows.ending import end_well
+from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, be_verbose, presets
 
-KINDS = {
-    "methods": "method",
-    "sources": "source",
-    "streams": "stream",
-    "partitions": "partition",
-    "backbones": "backbone",
-}
-EPILOG = "Exit codes: 0 done, 1 something failed, 2 a mistake in what was given, 130 stopped with Ctrl-C."
-
-app = typer.Typer(
-    name="fcl",
-    help="Federated continual learning as a workflow: data, experiments, comparison.",
-    epilog=EPILOG,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="the settings file")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting to override; may be repeated")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print no progress")]
-PARAMS = Path("params.yaml")
 PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretrained/letters")
 
 
@@ -43,7 +19,9 @@ PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretraine
 def fcl(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version and stop")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Prefect's and MLflow's logs too")] = False,
 ) -> None:
+    be_verbose(verbose)
     if version:
         from importlib.metadata import version as version_of
 
@@ -115,9 +93,12 @@ def partition(
 
 @app.command()
 def run(
-    method: Annotated[str, typer.Option("--method", "-m", help="see: fcl list methods")],
+    method: Annotated[str, typer.Option("--method", "-m", help="see: fcl list methods", autocompletion=METHODS)],
     seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="seed of everything random in the run")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="the run folder [default: runs/METHOD-SEED]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the settings of presets/NAME.yaml", autocompletion=presets)
+    ] = None,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
@@ -130,6 +111,10 @@ def run(
     from fclmodels import plugins
 
     plugins.find("method", method)
+    if preset is not None:
+        from flows.preset_list import file_of
+
+        params = file_of(preset)
     out = out or Path("runs") / f"{method}-{seed}"
     result = _start("experiment", "experiment", params, overrides, method=method, seed=seed, out=out, quiet=quiet)
     if json:
@@ -166,48 +151,8 @@ def compare(
 
 
 @app.command()
-def predict(
-    model: Annotated[str, typer.Argument(help="a run folder, or models:/NAME@ALIAS of the tracking store")],
-    files: Annotated[list[Path], typer.Argument(help="image files")],
-    task: Annotated[int | None, typer.Option(min=1, help="the task of all files, from 1 [default: not known]")] = None,
-    params: ParamsFile = PARAMS,
-    overrides: Set = [],  # noqa: B006
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Ask a trained model: class, probability, predicted task, and relevance to each task where it predicts tasks."""
-    from fclmodels.params import load
-    from flows.predict import answers, open_model
-
-    asked = open_model(model, lambda: load(params, overrides).tracking.uri)
-    rows = answers(asked, files, task)
-    if json:
-        terminal.show_json(rows)
-    else:
-        shown = {"probability": lambda p: f"{p:.3f}", "relevance": lambda r: r and " ".join(f"{of:.2f}" for of in r)}
-        rows = [{name: shown.get(name, lambda v: v)(value) for name, value in row.items()} for row in rows]
-        terminal.show(rows, as_json=False)
-    for note in asked.notes:
-        terminal.tell(note, quiet)
-
-
-@app.command()
-def ledger(runs: Annotated[list[Path], typer.Argument(help="run folders")], json: Json = False) -> None:
-    """What a client sends, receives and keeps in each task, kind by kind, several runs side by side."""
-    from fclmodels.report import traffic
-
-    table = traffic(runs)
-    if json:
-        terminal.show_json(table.to_dicts())
-    else:
-        from flows.side_by_side import show_traffic
-
-        show_traffic(table)
-
-
-@app.command()
 def preset(
-    name: Annotated[str | None, typer.Argument(help="a file of presets/, without .yaml [default: list them]")] = None,
+    name: Annotated[str, typer.Argument(help="a file of presets/, without .yaml: fcl presets", autocompletion=presets)],
     scale: Annotated[float, typer.Option(help="share of the rounds, the same as --set federation.rounds_scale=")] = 1.0,
     methods: Annotated[str | None, typer.Option(metavar="A,B", help="only these [default: the preset's]")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1", help="only these [default: the preset's]")] = None,
@@ -216,18 +161,9 @@ def preset(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a paper's setting, data to report, and show it beside the paper's figures; without a name, list them."""
-    from flows.preset_list import PRESETS, every, file_of, row
+    """Run a paper's setting, data to report, and show it beside the paper's figures."""
+    from flows.preset_list import file_of
 
-    if name is None:
-        blocks = every()
-        if json:
-            terminal.show_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
-        else:
-            for paper, of_paper in groupby((preset for preset, _ in blocks), key=lambda preset: preset.paper):
-                terminal.show([row(preset) for preset in of_paper], as_json=False, title=paper)
-            terminal.tell(f"all of it: {PRESETS}/NAME.yaml")
-        return
     lists = [f"experiment.{key}=[{text}]" for key, text in (("methods", methods), ("seeds", seeds)) if text is not None]
     overrides = [f"federation.rounds_scale={scale}", *lists, *overrides]
     runs = _start("preset", "preset", file_of(name), overrides, name=name, out=out / name, quiet=quiet)
@@ -252,47 +188,6 @@ def report(
     terminal.tell(str(page), quiet)
 
 
-@app.command("params")
-def explain(
-    name: Annotated[str | None, typer.Argument(help="a block, a setting or a plugin [default: all]")] = None,
-    json: Json = False,
-) -> None:
-    """Explain the settings: type, default, meaning."""
-    from fclmodels import plugins
-    from fclmodels.errors import shown
-    from fclmodels.params import explain as settings
-
-    rows: list[dict[str, Any]] = [
-        {"setting": s.path, "of": ", ".join(s.kinds), "type": s.type, "default": s.default, "meaning": s.description}
-        for s in settings(name)
-    ]
-    if json:
-        terminal.show_json(rows)
-        return
-    of_one = any(name in plugins.all_of(kind) for kind in KINDS.values())
-    for row in rows:
-        if of_one:
-            del row["of"]
-        if not isinstance(row["default"], str):
-            row["default"] = shown(row["default"])
-    terminal.show(rows, as_json=False)
-
-
-@app.command("list")
-def list_plugins(
-    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="what to list")],
-    json: Json = False,
-) -> None:
-    """List methods, sources, streams, partitions or backbones."""
-    from fclmodels import plugins
-
-    if kind not in KINDS:
-        raise UserError(f"{kind} cannot be listed. {did_you_mean(kind, KINDS)}")
-    found = plugins.all_of(KINDS[kind])
-    rows = [{"name": name, "what": (plugin.__doc__ or "").partition("\n")[0]} for name, plugin in found.items()]
-    terminal.show(rows, json)
-
-
 @app.command()
 def ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of MLflow's pages; 0: a free one")] = 0,
@@ -304,18 +199,6 @@ def ui(
     from flows.pages import serve
 
     serve(load(params, overrides).tracking.uri, port)
-
-
-@app.command()
-def doctor(params: ParamsFile = PARAMS, overrides: Set = [], json: Json = False) -> None:  # noqa: B006
-    """Look at versions, threads, device, disk and servers."""
-    from fclmodels.params import load
-    from flows.doctor import findings
-
-    rows = list(findings(load(params, overrides).tracking.uri))
-    terminal.show(rows, json)
-    if any(row["state"] == "PROBLEM" for row in rows):
-        raise typer.Exit(1)
 
 
 def _start(module: str, flow: str, params: Path, overrides: list[str], **arguments: Any) -> Any:
