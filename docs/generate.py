@@ -1,5 +1,6 @@
 """Pages of the site that come from the code when it is built: methods, settings, commands. A hook of mkdocs."""
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ def results(name: str) -> Iterator[str]:
     """The pages of results that name the method."""
     for page in sorted((HERE / "results").glob("*.md")):
         text = page.read_text()
-        if f"`{name}`" in text or f"| {name} " in text or f" {name}," in text:
+        if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text, re.IGNORECASE):
             title = text.partition("\n")[0].removeprefix("# ")
             yield f"- [{title}](../results/{page.name})"
     yield ""
