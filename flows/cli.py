@@ -12,6 +12,10 @@ from flows import terminal
 from flows.ending import end_well
 from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, be_verbose, presets
 
+Runs = Annotated[list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")]
+FromMlflow = Annotated[
+    bool, typer.Option("--from-mlflow", help="RUNS are experiments' names or runs' ids in tracking.uri [default: all]")
+]
 PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretrained/letters")
 
 
@@ -131,15 +135,14 @@ def run(
 
 @app.command()
 def compare(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
-    ] = None,
+    runs: Runs = None,
+    from_mlflow: FromMlflow = False,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """Methods side by side: mean and standard deviation over seeds. Writes nothing."""
-    runs = runs or _runs(params, overrides)
+    runs = _runs(runs, from_mlflow, params, overrides)
     if json:
         from fclmodels.report import comparison
 
@@ -173,9 +176,8 @@ def preset(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
-    ] = None,
+    runs: Runs = None,
+    from_mlflow: FromMlflow = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="where the report goes")] = Path("report"),
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
@@ -184,7 +186,7 @@ def report(
     """Write the report: one page, and the metrics and plots that DVC shows."""
     from flows.launch import start
 
-    page = start("flows.compare", "compare", runs=runs or _runs(params, overrides), out=out)
+    page = start("flows.compare", "compare", runs=_runs(runs, from_mlflow, params, overrides), out=out)
     terminal.tell(str(page), quiet)
 
 
@@ -211,9 +213,16 @@ def _start(module: str, flow: str, params: Path, overrides: list[str], **argumen
     return start(f"flows.{module}", flow, params=params, overrides=overrides, **arguments)
 
 
-def _runs(params: Path, overrides: list[str]) -> list[Path]:
+def _runs(given: list[Path] | None, from_mlflow: bool, params: Path, overrides: list[str]) -> list[Path]:
+    """Run folders: those given, those of the settings' experiment, or what MLflow holds of runs."""
     from fclmodels.params import load
 
+    if from_mlflow:
+        from flows.from_mlflow import run_folders
+
+        return run_folders(load(params, overrides).tracking.uri, [str(name) for name in given or ()])
+    if given:
+        return given
     experiment = load(params, overrides).experiment
     return [Path("runs") / f"{method}-{seed}" for method in experiment.methods for seed in experiment.seeds]
 

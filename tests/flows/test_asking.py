@@ -14,7 +14,7 @@ from PIL import Image
 from fclmodels.params import load
 from flows.init import look
 from flows.new_method import with_block, write
-from flows.options import METHODS
+from flows.options import METHODS, VERBOSE
 
 ROOT = Path(__file__).parents[2]
 Fcl = Callable[..., int]
@@ -201,3 +201,12 @@ def test_no_colours_but_to_a_terminal(command: list[str]) -> None:
     end = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert end.stdout + end.stderr
     assert "\x1b" not in end.stdout + end.stderr
+
+
+def test_verbose_lets_the_workflows_own_logs_through(fcl: Fcl, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VERBOSE:
+        monkeypatch.setenv(name, "CRITICAL")
+    assert fcl("list", "methods", "--json") == 0
+    assert {os.environ[name] for name in VERBOSE} == {"CRITICAL"}
+    assert fcl("--verbose", "list", "methods", "--json") == 0
+    assert {os.environ[name] for name in VERBOSE} == {"INFO"}
