@@ -18,7 +18,7 @@ LEVEL = 0.95
 class Pair(NamedTuple):
     """ACC of a group less that of the first one, and where the mean of such differences lies; shares of 1."""
 
-    index: int
+    group: int
     seeds: int
     mean: float
     low: float

@@ -24,7 +24,7 @@ def group(values: dict[int, float | None], splits: str = "a") -> Any:
 def test_what_a_seed_adds_to_both_is_in_no_difference() -> None:
     base = {0: 0.1, 1: 0.5, 2: 0.9, 3: 0.3}
     (pair,) = pairs([group(base), group({seed: value + 0.02 for seed, value in base.items()})], "task_aware")
-    assert (pair.index, pair.seeds) == (1, 4)
+    assert (pair.group, pair.seeds) == (1, 4)
     assert (pair.mean, pair.low, pair.high) == pytest.approx((0.02, 0.02, 0.02))
 
 
