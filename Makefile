@@ -13,7 +13,7 @@ export DO_NOT_TRACK := true
 export DVC_NO_ANALYTICS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo ui report test test-slow test-all lint bench clean
+.PHONY: help setup demo ui report docs test test-slow test-all lint bench clean
 .NOTPARALLEL:
 
 help:  ## what can be made
@@ -40,7 +40,10 @@ test-slow: $(READY)  ## the rest: real tools, faults, real data, pages in a brow
 
 test-all: test test-slow  ## both
 
-lint: $(READY)  ## ruff, mypy and the import contracts
+docs: $(READY)  ## the site of docs/ into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+lint: $(READY) docs  ## ruff, mypy, the import contracts, and the site's links
 	ruff check
 	ruff format --check
 	mypy
@@ -50,7 +53,7 @@ bench: $(READY)  ## the local loop against bare PyTorch
 	python bench/local_loop.py
 
 clean:  ## caches and build files; data, runs and .venv stay
-	rm -rf .fcl build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .fcl build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from fclmodels import state
+from fclmodels import served, state
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
@@ -66,11 +66,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         table.write_parquet(folder / f"{name}.parquet")
     last = [o for o in outcomes if "state" in o["objects"]][-1]["objects"]["state"]
     server = Server.from_tree(store.get(last)["server"])
-    model = experiment.method.model(server)
-    state.save(model, folder / "model" / "weights.safetensors")
-    state.write_json(folder / "model" / "spec.json", server.spec.to_json())
-    if router := experiment.method.router(server):
-        state.save(router.to_tree(), folder / "model" / "router.safetensors")
+    model = served.write(experiment.method, server, folder / "model")
     for outcome in outcomes:
         knowledge = store.get(outcome["objects"]["knowledge"]) if "knowledge" in outcome["objects"] else None
         if state.flatten(knowledge)[1]:

@@ -2,40 +2,20 @@
 
 import gc
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fclmodels.errors import UserError, did_you_mean
+import flows.asking  # noqa: F401  has commands of its own
 from flows import terminal
 from flows.ending import end_well
+from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, be_verbose, presets
 
-KINDS = {
-    "methods": "method",
-    "sources": "source",
-    "streams": "stream",
-    "partitions": "partition",
-    "backbones": "backbone",
-}
-EPILOG = "Exit codes: 0 done, 1 something failed, 2 a mistake in what was given, 130 stopped with Ctrl-C."
-
-app = typer.Typer(
-    name="fcl",
-    help="Federated continual learning as a workflow: data, experiments, comparison.",
-    epilog=EPILOG,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="the settings file")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="a setting to override; may be repeated")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print no progress")]
-PARAMS = Path("params.yaml")
+Runs = Annotated[list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")]
+FromMlflow = Annotated[
+    bool, typer.Option("--from-mlflow", help="RUNS are experiments' names or runs' ids in tracking.uri [default: all]")
+]
 PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretrained/letters")
 
 
@@ -43,7 +23,9 @@ PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretraine
 def fcl(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version and stop")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Prefect's and MLflow's logs too")] = False,
 ) -> None:
+    be_verbose(verbose)
     if version:
         from importlib.metadata import version as version_of
 
@@ -115,9 +97,12 @@ def partition(
 
 @app.command()
 def run(
-    method: Annotated[str, typer.Option("--method", "-m", help="see: fcl list methods")],
+    method: Annotated[str, typer.Option("--method", "-m", help="see: fcl list methods", autocompletion=METHODS)],
     seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="seed of everything random in the run")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="the run folder [default: runs/METHOD-SEED]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the settings of presets/NAME.yaml", autocompletion=presets)
+    ] = None,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
@@ -130,6 +115,10 @@ def run(
     from fclmodels import plugins
 
     plugins.find("method", method)
+    if preset is not None:
+        from flows.preset_list import file_of
+
+        params = file_of(preset)
     out = out or Path("runs") / f"{method}-{seed}"
     result = _start("experiment", "experiment", params, overrides, method=method, seed=seed, out=out, quiet=quiet)
     if json:
@@ -175,15 +164,14 @@ def stream(
 
 @app.command()
 def compare(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
-    ] = None,
+    runs: Runs = None,
+    from_mlflow: FromMlflow = False,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """Methods side by side: mean and standard deviation over seeds. Writes nothing."""
-    runs = runs or _runs(params, overrides)
+    runs = _runs(runs, from_mlflow, params, overrides)
     if json:
         from fclmodels.report import comparison
 
@@ -195,22 +183,8 @@ def compare(
 
 
 @app.command()
-def ledger(runs: Annotated[list[Path], typer.Argument(help="run folders")], json: Json = False) -> None:
-    """What a client sends, receives and keeps in each task, kind by kind, several runs side by side."""
-    from fclmodels.report import traffic
-
-    table = traffic(runs)
-    if json:
-        terminal.show_json(table.to_dicts())
-    else:
-        from flows.side_by_side import show_traffic
-
-        show_traffic(table)
-
-
-@app.command()
 def preset(
-    name: Annotated[str | None, typer.Argument(help="a file of presets/, without .yaml [default: list them]")] = None,
+    name: Annotated[str, typer.Argument(help="a file of presets/, without .yaml: fcl presets", autocompletion=presets)],
     scale: Annotated[float, typer.Option(help="share of the rounds, the same as --set federation.rounds_scale=")] = 1.0,
     methods: Annotated[str | None, typer.Option(metavar="A,B", help="only these [default: the preset's]")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1", help="only these [default: the preset's]")] = None,
@@ -219,18 +193,9 @@ def preset(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a paper's setting, data to report, and show it beside the paper's figures; without a name, list them."""
-    from flows.preset_list import PRESETS, every, file_of, row
+    """Run a paper's setting, data to report, and show it beside the paper's figures."""
+    from flows.preset_list import file_of
 
-    if name is None:
-        blocks = every()
-        if json:
-            terminal.show_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
-        else:
-            for paper, of_paper in groupby((preset for preset, _ in blocks), key=lambda preset: preset.paper):
-                terminal.show([row(preset) for preset in of_paper], as_json=False, title=paper)
-            terminal.tell(f"all of it: {PRESETS}/NAME.yaml")
-        return
     lists = [f"experiment.{key}=[{text}]" for key, text in (("methods", methods), ("seeds", seeds)) if text is not None]
     overrides = [f"federation.rounds_scale={scale}", *lists, *overrides]
     runs = _start("preset", "preset", file_of(name), overrides, name=name, out=out / name, quiet=quiet)
@@ -240,9 +205,8 @@ def preset(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")
-    ] = None,
+    runs: Runs = None,
+    from_mlflow: FromMlflow = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="where the report goes")] = Path("report"),
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
@@ -251,49 +215,8 @@ def report(
     """Write the report: one page, and the metrics and plots that DVC shows."""
     from flows.launch import start
 
-    page = start("flows.compare", "compare", runs=runs or _runs(params, overrides), out=out)
+    page = start("flows.compare", "compare", runs=_runs(runs, from_mlflow, params, overrides), out=out)
     terminal.tell(str(page), quiet)
-
-
-@app.command("params")
-def explain(
-    name: Annotated[str | None, typer.Argument(help="a block, a setting or a plugin [default: all]")] = None,
-    json: Json = False,
-) -> None:
-    """Explain the settings: type, default, meaning."""
-    from fclmodels import plugins
-    from fclmodels.errors import shown
-    from fclmodels.params import explain as settings
-
-    rows: list[dict[str, Any]] = [
-        {"setting": s.path, "of": ", ".join(s.kinds), "type": s.type, "default": s.default, "meaning": s.description}
-        for s in settings(name)
-    ]
-    if json:
-        terminal.show_json(rows)
-        return
-    of_one = any(name in plugins.all_of(kind) for kind in KINDS.values())
-    for row in rows:
-        if of_one:
-            del row["of"]
-        if not isinstance(row["default"], str):
-            row["default"] = shown(row["default"])
-    terminal.show(rows, as_json=False)
-
-
-@app.command("list")
-def list_plugins(
-    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="what to list")],
-    json: Json = False,
-) -> None:
-    """List methods, sources, streams, partitions or backbones."""
-    from fclmodels import plugins
-
-    if kind not in KINDS:
-        raise UserError(f"{kind} cannot be listed. {did_you_mean(kind, KINDS)}")
-    found = plugins.all_of(KINDS[kind])
-    rows = [{"name": name, "what": (plugin.__doc__ or "").partition("\n")[0]} for name, plugin in found.items()]
-    terminal.show(rows, json)
 
 
 @app.command()
@@ -309,18 +232,6 @@ def ui(
     serve(load(params, overrides).tracking.uri, port)
 
 
-@app.command()
-def doctor(params: ParamsFile = PARAMS, overrides: Set = [], json: Json = False) -> None:  # noqa: B006
-    """Look at versions, threads, device, disk and servers."""
-    from fclmodels.params import load
-    from flows.doctor import findings
-
-    rows = list(findings(load(params, overrides).tracking.uri))
-    terminal.show(rows, json)
-    if any(row["state"] == "PROBLEM" for row in rows):
-        raise typer.Exit(1)
-
-
 def _start(module: str, flow: str, params: Path, overrides: list[str], **arguments: Any) -> Any:
     """A flow on these settings, which are read here once so that a mistake in them is told at once."""
     from fclmodels.params import load
@@ -331,9 +242,16 @@ def _start(module: str, flow: str, params: Path, overrides: list[str], **argumen
     return start(f"flows.{module}", flow, params=params, overrides=overrides, **arguments)
 
 
-def _runs(params: Path, overrides: list[str]) -> list[Path]:
+def _runs(given: list[Path] | None, from_mlflow: bool, params: Path, overrides: list[str]) -> list[Path]:
+    """Run folders: those given, those of the settings' experiment, or what MLflow holds of runs."""
     from fclmodels.params import load
 
+    if from_mlflow:
+        from flows.from_mlflow import run_folders
+
+        return run_folders(load(params, overrides).tracking.uri, [str(name) for name in given or ()])
+    if given:
+        return given
     experiment = load(params, overrides).experiment
     return [Path("runs") / f"{method}-{seed}" for method in experiment.methods for seed in experiment.seeds]
 

@@ -11,7 +11,7 @@ from fclmodels.errors import UserError
 from flows.terminal import tell
 
 DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 130
-EXTRA = ("prefect", "mlflow", "dvc", "fastapi", "jinja2", "matplotlib", "sqlalchemy")  # of fclflow[workflow]
+EXTRA = ("prefect", "mlflow", "dvc", "fastapi", "jinja2", "matplotlib", "pandas", "sqlalchemy")  # of fclflow[workflow]
 NO_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # of the program: no traceback
 PASS_ON = tuple(f"{os.sep}site-packages{os.sep}{package}{os.sep}" for package in ("prefect", "typer"))
 

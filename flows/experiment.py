@@ -50,7 +50,7 @@ def experiment(
             outcomes = follow(run, tracking, watcher)
             result = publish(run, run.label, outcomes, out)
             show_matrix(run.label, out)
-            track(tracking, run.label, out, result, folder)
+            track(tracking, run.label, out, result)
     return result
 
 

@@ -89,6 +89,13 @@ def partition(params: Params, prepared: Path, folder: Path) -> dict[str, Any]:
     return json.loads((folder / "statistics.json").read_text())
 
 
+def existing_splits(params: Params, home: Path) -> Path | None:
+    """The splits that these settings ask for, where they are there."""
+    wanted = origin_of_splits(params)
+    folders = (SPLITS, home / "data" / f"splits-{wanted.name}")
+    return next((folder for folder in folders if wanted.is_of(folder) and _prepared_is_there(folder)), None)
+
+
 def splits_for(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
     """The splits that these settings ask for: data/splits, or a run's own, made where they are not there yet."""
     wanted = origin_of_splits(params)

@@ -1,56 +1,42 @@
-"""The network of a run behind MLflow's pyfunc interface. MLflow copies this file beside the weights."""
+"""The model of a run behind MLflow's pyfunc interface. MLflow copies this file beside the weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import numpy as np
-import torch
+import pandas as pd
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
-from fclmodels import state
-from fclmodels.backbones.batch_norm import drop_statistics
-from fclmodels.backbones.network import skeleton
-from fclmodels.backbones.spec import ModelSpec
-from fclmodels.data.augment import as_inputs
-from fclmodels.federation.prediction import Columns
-from fclmodels.numerics.relevance import Router
+from fclmodels.errors import UserError
+from fclmodels.served import Model
 
 
 class Served(PythonModel):
-    """Samples as they were prepared, images [B, C, H, W] or token ids [B, 2, L], to the names of their classes.
+    """A column `image` to class, probability, task and relevance.
 
-    Where the model has a router, a sample's classes are those of the task predicted for it; else all tasks'.
+    An image is an array [C, H, W] of uint8 as it was prepared (token ids [2, L] of int32 where the model reads texts),
+    or the path of an image file.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
-        model = Path(context.artifacts["model"])
-        facts = json.loads(Path(context.artifacts["stream"]).read_text())
-        weights = state.load(model / "weights.safetensors")
-        spec = ModelSpec.from_json(json.loads((model / "spec.json").read_text()))
-        self.network = skeleton(spec)
-        if not any(name.endswith("running_mean") for name in weights):
-            drop_statistics(self.network)
-        self.network.load_state_dict(weights)
-        self.network.eval()
-        self.columns = Columns.of(spec, torch.device("cpu"))
-        self.columns_of_task = self.columns.of_tasks(spec.tasks)
-        router = model / "router.safetensors"
-        self.router = Router.from_tree(state.load(router)) if router.exists() else None
-        self.classes, self.mean, self.std = np.array(facts["classes"]), facts["mean"], facts["std"]
+        self.model = Model(Path(context.artifacts["model"]))
 
     def predict(
-        self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None
-    ) -> np.ndarray:
-        with torch.inference_mode():
-            features = self.network.backbone(as_inputs(torch.as_tensor(model_input), self.mean, self.std))
-            logits = torch.cat([head(features) for head in self.network.heads], dim=1)
-            if self.router is not None:
-                tasks = self.router.sample_scores(features).argmax(1)
-                logits = logits.masked_fill(~self.columns_of_task[tasks], -torch.inf)
-            labels = self.columns.labels[logits.argmax(1)]
-        return self.classes[labels.numpy()]
+        self, context: PythonModelContext | None, model_input: pd.DataFrame, params: dict[str, Any] | None = None
+    ) -> pd.DataFrame:
+        samples = [self._sample(given) for given in model_input["image"]]
+        rows = self.model.answer(np.stack(samples), (params or {}).get("task") or None)
+        # Objects, so that a task that is not known is null in JSON.
+        return pd.DataFrame(rows, dtype=object)
+
+    def _sample(self, given: Any) -> np.ndarray:
+        if isinstance(given, str | Path):
+            return self.model.read([given])[0]
+        try:
+            return self.model.as_sample(given)
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise UserError(f"image: neither a path nor an array of numbers ({problem}).") from problem
 
 
 mlflow.models.set_model(Served())

@@ -2,24 +2,41 @@
 
 import json
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import numpy as np
+import pandas as pd
 import polars as pl
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.models.signature import ModelSignature
-from mlflow.types.schema import ColSpec, Schema, TensorSpec
+from mlflow.types.schema import AnyType, Array, ColSpec, ParamSchema, ParamSpec, Schema
 
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
 from fclmodels.report import words
+from fclmodels.served import Model
 
 SERVED = Path(__file__).with_name("served.py")
 READING = "task_agnostic"
+NEEDED = ("fclflow", "torch", "torchvision", "numpy", "pandas", "pillow", "safetensors")  # mlflow adds itself
+NEEDED_FOR_TEXTS = ("transformers",)
+SIGNATURE = ModelSignature(
+    inputs=Schema([ColSpec(AnyType(), "image")]),
+    outputs=Schema(
+        [
+            ColSpec("string", "class"),
+            ColSpec("double", "probability"),
+            ColSpec("long", "task", required=False),
+            ColSpec(Array("double"), "relevance", required=False),
+        ]
+    ),
+    params=ParamSchema([ParamSpec("task", "long", 0)]),  # from 1; 0: not known
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,7 @@ class Matrix:
     shares: np.ndarray
 
 
-def log_artifacts(client: MlflowClient, run: str, folder: Path, splits: Path) -> None:
+def log_artifacts(client: MlflowClient, run: str, folder: Path) -> None:
     matrices = matrices_of(folder)
     for name, shown in matrices.items():
         client.log_figure(run, heat_map(shown), f"{name}.png")
@@ -44,7 +61,7 @@ def log_artifacts(client: MlflowClient, run: str, folder: Path, splits: Path) ->
         client.log_artifact(run, str(file))
     if (folder / "knowledge").is_dir():
         client.log_artifacts(run, str(folder / "knowledge"), "knowledge")
-    log_model(client, run, folder / "model", splits / "stream.json")
+    log_model(client, run, folder / "model")
 
 
 def matrices_of(folder: Path) -> dict[str, Matrix]:
@@ -95,23 +112,29 @@ def as_table(shown: Matrix) -> dict[str, Any]:
     }
 
 
-def log_model(client: MlflowClient, run: str, model: Path, stream: Path) -> None:
-    """The network as a pyfunc from prepared samples to class names: code and safetensors, nothing pickled."""
-    shape = json.loads(stream.read_text())["shape"]
-    kind = kind_of(shape)
-    signature = ModelSignature(Schema([TensorSpec(kind.dtype, (-1, *shape))]), Schema([ColSpec("string", "class")]))
+def log_model(client: MlflowClient, run: str, model: Path) -> None:
+    """The model as a pyfunc: its code and its folder of safetensors and JSON, nothing pickled."""
+    served = Model(model)
+    kind = kind_of(served.shape)
+    example = pd.DataFrame({"image": [np.zeros(served.shape, kind.dtype).tolist()]})
     logged = client.create_logged_model(client.get_run(run).info.experiment_id, name="model", source_run_id=run)
     mlflow.set_tracking_uri(client.tracking_uri)
     mlflow.pyfunc.log_model(
         name="model",
         python_model=str(SERVED),
-        artifacts={"model": str(model), "stream": str(stream)},
-        signature=signature,
-        input_example=np.zeros((1, *shape), kind.dtype),
-        pip_requirements=["fclflow[text]" if kind is TEXTS else "fclflow"],
+        artifacts={"model": str(model)},
+        signature=SIGNATURE,
+        input_example=example,
+        pip_requirements=[f"{name}=={_version(name)}" for name in (*NEEDED, *NEEDED_FOR_TEXTS * (kind is TEXTS))],
+        metadata={"notes": served.notes} if served.notes else None,
         model_id=logged.model_id,
     )
     client.log_outputs(run, [LoggedModelOutput(logged.model_id, step=0)])
+
+
+def _version(package: str) -> str:
+    """Without what says which build it is: another machine takes its own."""
+    return metadata.version(package).partition("+")[0]
 
 
 def _title(reading: str) -> str:

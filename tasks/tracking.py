@@ -113,7 +113,7 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
 
 
 @task(name="track", task_run_name="{label}: track", cache_policy=NO_CACHE)
-def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any], splits: Path) -> None:
+def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) -> None:
     """Totals, tables, figure, knowledge and model of a finished run; nothing where MLflow has them already."""
     if tracking.complete:
         return
@@ -128,7 +128,7 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any], 
         metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
     tags = [RunTag(name, text) for name, text in _tags(result).items()]
     tracking.client.log_batch(tracking.id, metrics=metrics, tags=tags)
-    log_artifacts(tracking.client, tracking.id, folder, splits)
+    log_artifacts(tracking.client, tracking.id, folder)
     tracking.client.set_terminated(tracking.id, "FINISHED")
 
 

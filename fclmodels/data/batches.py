@@ -109,10 +109,10 @@ def _permutations(splits: Splits, device: torch.device) -> Tensor | None:
         return None
     pixels = splits.shape[1] * splits.shape[2]
     identity = torch.arange(pixels)
-    rows = [
-        identity
-        if task.permutation is None
-        else torch.randperm(pixels, generator=generator("pixels", task.permutation))
-        for task in splits.tasks
-    ]
+    rows = [identity if task.permutation is None else pixel_order(task.permutation, pixels) for task in splits.tasks]
     return torch.stack(rows).to(device)
+
+
+def pixel_order(permutation: int, pixels: int) -> Tensor:
+    """[pixels]: which one stands where, under a task's permutation."""
+    return torch.randperm(pixels, generator=generator("pixels", permutation))

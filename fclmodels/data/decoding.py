@@ -38,8 +38,8 @@ class Fault:
     why: str
 
 
-def decode(image: Image.Image, size: int | None, channels: int | None) -> np.ndarray:
-    """A picture as uint8 [C, H, W]: grey or colour, squashed to size x size, each only where it is asked for."""
+def decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """A picture as uint8 [C, H, W]: grey or colour, squashed to (width, height), each only where it is asked for."""
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels are too many")
     if image.mode[0] in "IF":
@@ -47,7 +47,7 @@ def decode(image: Image.Image, size: int | None, channels: int | None) -> np.nda
     grey = channels == 1 or (channels is None and image.mode in GREY)
     pixels = image.convert("L" if grey else "RGB")
     if size is not None:
-        pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
+        pixels = pixels.resize(size, Image.Resampling.BILINEAR)
     array = np.asarray(pixels)
     return array[None] if grey else array.transpose(2, 0, 1)
 
@@ -99,7 +99,8 @@ def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.
             return sample
         assert isinstance(settings, ImageSettings)
         with sample:
-            return decode(sample, settings.size, settings.channels)
+            size = None if settings.size is None else (settings.size, settings.size)
+            return decode(sample, size, settings.channels)
     except UnidentifiedImageError:
         return Fault(row, UNREADABLE, "not an image")
     except Exception as problem:  # on a damaged file a decoder may raise anything

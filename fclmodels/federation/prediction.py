@@ -31,6 +31,13 @@ class Columns:
         labels, heads = torch.tensor(rows, device=device).unbind(1)
         return cls(labels, torch.full_like(heads, -1) if spec.head == "growing" else heads)
 
+    @classmethod
+    def by_task(cls, spec: ModelSpec, device: torch.device) -> "Columns":
+        """Of logits that stand task by task, whether or not tasks share a head."""
+        rows = [(label, task) for task, classes in enumerate(spec.tasks) for label in classes]
+        labels, owners = torch.tensor(rows, device=device).unbind(1)
+        return cls(labels, owners)
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -98,6 +98,10 @@ class Method:
         """Every tensor of the network, for whoever keeps or serves it: what never travels too."""
         return server.weights
 
+    def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
+        """Where each task has a model of its own: those of the tasks before the last."""
+        return []
+
     def router(self, server: Server) -> "Router | None":
         """What a served model needs to predict tasks from features by itself, where the method does so."""
         return None

@@ -47,12 +47,13 @@ class SingleTask(FedAvg):
         return False
 
     def columns(self, server: Server) -> Columns:
-        rows = [(label, task) for task, classes in enumerate(server.spec.tasks) for label in classes]
-        labels, owners = torch.tensor(rows, device=self.run.device).unbind(1)
-        return Columns(labels, owners)
+        return Columns.by_task(server.spec, self.run.device)
+
+    def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
+        return list(server.knowledge.get("models", []))
 
     def predictor(self, server: Server) -> Predictor:
-        models = enumerate([*server.knowledge.get("models", []), server.weights])
+        models = enumerate([*self.earlier_models(server), server.weights])
         networks = [Networks(self.run.device, self.prepare).load(self.run.spec(t + 1), w).eval() for t, w in models]
 
         def predict(inputs: Tensor) -> Prediction:

@@ -13,6 +13,7 @@ from fclmodels.report import presets, sweeps, words
 from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
 from fclmodels.report.matrices import accuracy_matrix, confusions
 from fclmodels.report.monitors import monitors
+from fclmodels.report.paired import pairs
 from fclmodels.report.runs import Group, Run, batch_size, grouped, read_runs
 from fclmodels.report.tables import COSTS, compare, ledger, readings, spread
 
@@ -85,6 +86,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "facts": _facts(runs, common),
         "notes": _notes(groups),
         "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
+        "pairs": [(words.title(r, batch_size(groups)), of) for r in readings(groups) if (of := pairs(groups, r))],
         "curves": [_curve(groups, reading) for reading in readings(groups)],
         "sweeps": sweeps.charts(groups),
         "matrices": [[accuracy_matrix(group, reading) for reading in readings([group])] for group in groups],

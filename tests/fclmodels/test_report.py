@@ -916,3 +916,12 @@ def test_a_line_keeps_its_place_and_breaks_where_values_are_missing():
 )
 def test_figures_read_as_a_person_writes_them(function, value, shown):
     assert function(value) == shown
+
+
+def test_page_shows_differences_seed_by_seed_from_three_seeds_on(tmp_path):
+    folders = [tmp_path / f"{method}-{seed}" for seed in range(3) for method in ("fedavg", "fedprox")]
+    for folder in folders:
+        method, seed = folder.name.split("-")
+        write_run(folder, method=method, seed=int(seed))
+    assert "Seed by seed" in page(folders)
+    assert "Seed by seed" not in page(folders[:4])

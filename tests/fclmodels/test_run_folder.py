@@ -35,7 +35,7 @@ def test_the_folder_holds_what_the_design_names(run: tuple[Path, dict[str, Any]]
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert files == {
         *("result.json", "settings.json", "accuracy.parquet", "rounds.parquet", "ledger.parquet"),
-        *("model/weights.safetensors", "model/spec.json"),
+        *("model/weights.safetensors", "model/spec.json", "model/serving.json"),
     }
     assert json.loads((folder / "result.json").read_text()) == result
     assert (result["label"], result["method"], result["seed"]) == ("fedavg-3", "fedavg", 3)

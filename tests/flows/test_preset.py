@@ -39,11 +39,13 @@ def presets(project: Path) -> Path:
 
 
 def test_presets_are_listed_one_a_line(fcl: Fcl, presets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fcl("preset") == 0
+    assert fcl("presets") == 0
     out, err = capsys.readouterr()
-    assert [line.split() for line in out.splitlines()] == [["Of", "Digits"], ["preset", "needs"], ["tiny", "nothing"]]
-    assert err == "all of it: presets/NAME.yaml\n"
-    assert fcl("preset", "--json") == 0
+    title, header, row = out.splitlines()
+    assert (title, header.split()) == ("Of Digits", ["preset", "the", "paper's", "needs"])
+    assert row.split() == ["tiny", "fedavg", "acc", "98.76", "nothing"]
+    assert err == "all figures: fcl presets NAME; all of it: presets/NAME.yaml\n"
+    assert fcl("presets", "--json") == 0
     (preset,) = json.loads(capsys.readouterr().out)
     assert preset["figures"][0]["rows"] == {"fedavg": [98.76, 5.25], "other": [50.0, 1.0]}
     assert preset["methods"] == ["fedavg", "fedprox"]
@@ -92,7 +94,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_without_presets_it_says_where_they_are(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fcl("preset") == 2
+    assert fcl("presets") == 2
     assert capsys.readouterr().err == "presets: no presets here. Work in the project's folder, which holds them.\n"
 
 

@@ -1,116 +1,158 @@
-"""The served model against the same answers looked up sample by sample, with and without a router."""
+"""The pyfunc around a model, called as MLflow calls it, and over HTTP."""
 
 import importlib.util
-import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlflow
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from mlflow.pyfunc import PythonModel, PythonModelContext
+from mlflow import MlflowClient
+from PIL import Image
 
 from fclmodels import state
-from fclmodels.backbones.network import Network, build
+from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
-from fclmodels.data.tokens import Tokenizer
-from fclmodels.numerics.relevance import Router, relevance
-from tasks.tracked_artifacts import SERVED
+from fclmodels.errors import UserError
+from fclmodels.numerics.relevance import Router
+from fclmodels.served import Model
+from tasks.tracked_artifacts import SERVED, log_model
 
-WORDS = ("good", "bad", "warm", "cold", "not", "a", "plot")
-CLASSES = ["ant", "bee", "cat", "dog", "elk"]
-IMAGES = np.random.default_rng(0).integers(0, 256, (40, 1, 4, 4), dtype=np.uint8)
-
-SPECS = {
-    "growing head": ModelSpec({"backbone": "mlp", "hidden": 8}, (1, 4, 4), "growing", ((0, 1), (2,), (4, 3))),
-    "a head a task": ModelSpec({"backbone": "mlp", "hidden": 8}, (1, 4, 4), "per-task", ((0, 1), (2,), (4, 3))),
-    "a head a task, the same classes": ModelSpec(
-        {"backbone": "mlp", "hidden": 8}, (1, 4, 4), "per-task", ((0, 1, 2, 3, 4), (3, 1, 0), (2, 1))
-    ),
-}
+IMAGES = np.random.default_rng(0).integers(0, 256, (6, 1, 4, 4), dtype=np.uint8)
 
 
-def router_of(network: Network, tasks: int) -> Router:
-    """Each task's references are the relevances of one of the images: so every task is some sample's."""
-    features = features_of(network)
-    whole = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(1))).Q
-    bases = tuple(whole[:, 2 * t : 2 * t + 2] for t in range(tasks))
-    references = relevance(features[:tasks], bases)[None]
-    return Router(bases, references, torch.ones(1, tasks, dtype=torch.bool))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of two tasks that predicts them."""
+    network = build(
+        ModelSpec({"backbone": "mlp", "hidden": 8}, (1, 4, 4), "growing", ((0, 1), (2,))), torch.Generator()
+    )
+    state.save(dict(network.state_dict()), tmp_path / "model" / "weights.safetensors")
+    state.write_json(tmp_path / "model" / "spec.json", network.spec.to_json())
+    router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
+    state.save(router.to_tree(), tmp_path / "model" / "router.safetensors")
+    facts = {
+        "classes": ["ant", "bee", "cat"],
+        "tasks": [{"name": f"task {t}", "permutation": None} for t in range(2)],
+        "mean": [0.5],
+        "std": [0.25],
+        "notes": [],
+    }
+    state.write_json(tmp_path / "model" / "serving.json", facts)
+    return tmp_path / "model"
 
 
-@torch.inference_mode()
-def features_of(network: Network) -> torch.Tensor:
-    return network.backbone((torch.from_numpy(IMAGES) / 255 - 0.5) / 0.25)
-
-
-def folder_of(path: Path, network: Network, router: Router | None) -> PythonModelContext:
-    """A model folder as a run leaves it."""
-    state.save(dict(network.state_dict()), path / "model" / "weights.safetensors")
-    state.write_json(path / "model" / "spec.json", network.spec.to_json())
-    if router:
-        state.save(router.to_tree(), path / "model" / "router.safetensors")
-    state.write_json(path / "stream.json", {"shape": [1, 4, 4], "mean": [0.5], "std": [0.25], "classes": CLASSES})
-    artifacts = {"model": str(path / "model"), "stream": str(path / "stream.json")}
-    return SimpleNamespace(artifacts=artifacts)  # type: ignore[return-value]
-
-
-@pytest.fixture(scope="module")
-def served() -> PythonModel:
+@pytest.fixture
+def served(folder: Path) -> Any:
     """From its file, as MLflow loads it."""
     spec = importlib.util.spec_from_file_location("served_by_file", SERVED)
     assert spec is not None
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Served()
+    served = module.Served()
+    served.load_context(SimpleNamespace(artifacts={"model": str(folder)}))
+    return served
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("routed", [False, True], ids=["no router", "router"])
-def test_each_image_gets_the_best_class_of_the_tasks_that_may_answer(
-    spec: ModelSpec, routed: bool, served: Any, tmp_path: Path
-) -> None:
-    network = build(spec, torch.Generator().manual_seed(0)).eval()
-    router = router_of(network, len(spec.tasks)) if routed else None
-    context = folder_of(tmp_path, network, router)
-    served.load_context(context)
-    answers = served.predict(context, IMAGES)
-    told = set()
-    for features, answer in zip(features_of(network), answers, strict=True):
-        tasks = [int(router.sample_scores(features[None])[0].argmax())] if router else [*range(len(spec.tasks))]
-        with torch.inference_mode():
-            logits = {
-                (task, label): logit
-                for task in tasks
-                for label, logit in zip(spec.tasks[task], network.logits(features[None], task)[0].tolist(), strict=True)
-            }
-        assert answer == CLASSES[max(logits, key=logits.__getitem__)[1]]
-        told |= set(tasks)
-    assert told == set(range(len(spec.tasks)))
+def test_arrays_nested_lists_and_paths_get_the_same_answer(served: Any, folder: Path, tmp_path: Path) -> None:
+    Image.fromarray(IMAGES[0, 0]).save(tmp_path / "image.png")
+    same = [IMAGES[0], IMAGES[0].tolist(), str(tmp_path / "image.png")]
+    found = served.predict(None, pd.DataFrame({"image": same})).to_dict("records")
+    assert found == Model(folder).answer(IMAGES[[0, 0, 0]])
+    assert [*found[0]] == ["class", "probability", "task", "relevance"]
+    told = served.predict(None, pd.DataFrame({"image": same}), {"task": 2}).to_dict("records")
+    assert told == Model(folder).answer(IMAGES[[0, 0, 0]], 2)
 
 
-def test_the_answer_to_an_image_does_not_depend_on_the_others(served: Any, tmp_path: Path) -> None:
-    network = build(SPECS["growing head"], torch.Generator().manual_seed(0)).eval()
-    context = folder_of(tmp_path, network, router_of(network, 3))
-    served.load_context(context)
-    together = served.predict(context, IMAGES)
-    assert [served.predict(context, image[None])[0] for image in IMAGES] == together.tolist()
-    assert (served.predict(context, IMAGES[::-1].copy()) == together[::-1]).all()
+@pytest.mark.parametrize("image", [[[[0.5] * 4] * 4], [[[-1] * 4] * 4], [[[300] * 4] * 4], [["a"]], [[[0] * 4] * 3], 3])
+def test_what_is_no_image_is_refused(image: Any, served: Any) -> None:
+    with pytest.raises(UserError):
+        served.predict(None, pd.DataFrame({"image": [image]}))
 
 
-def test_texts_are_answered_from_their_token_ids(encoder: Path, served: Any, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(encoder, 12)
-    texts = np.stack([tokenizer([f"the {' '.join(words)} film"]) for words in itertools.permutations(WORDS, 2)])
-    torch.manual_seed(0)
-    spec = ModelSpec({"backbone": "transformer", "folder": str(encoder)}, (2, 12), "per-task", ((0, 1), (2, 3)))
-    network = build(spec, torch.Generator().manual_seed(0)).eval()
-    torch.nn.init.normal_(network.get_parameter("backbone.embeddings.word_embeddings.weight"))  # apart from each other
-    context = folder_of(tmp_path, network, None)
-    state.write_json(tmp_path / "stream.json", {"shape": [2, 12], "mean": [], "std": [], "classes": CLASSES})
-    served.load_context(context)
-    with torch.inference_mode():
-        expected = network(torch.from_numpy(texts)).argmax(1)
-    assert len(expected.unique()) > 1
-    assert served.predict(context, texts).tolist() == [CLASSES[label] for label in expected.tolist()]
+@pytest.fixture
+def logged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The model's address in an MLflow store of its own."""
+    monkeypatch.chdir(tmp_path)
+    before, uri = mlflow.get_tracking_uri(), f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    run = client.create_run(client.create_experiment("e", artifact_location=f"{tmp_path}/mlartifacts"))
+    log_model(client, run.info.run_id, folder)
+    yield client.get_run(run.info.run_id).outputs.model_outputs[0].model_id
+    mlflow.set_tracking_uri(before)
+
+
+def test_signature_example_and_pinned_requirements_are_logged(logged: str) -> None:
+    model = mlflow.pyfunc.load_model(f"models:/{logged}")
+    signature = model.metadata.signature
+    assert signature.inputs.input_names() == ["image"]
+    assert signature.outputs.input_names() == ["class", "probability", "task", "relevance"]
+    example = model.input_example
+    assert model.predict(example)["class"].tolist()[0] in ("ant", "bee", "cat")
+    files = Path(mlflow.artifacts.download_artifacts(f"models:/{logged}"))
+    pins = (files / "requirements.txt").read_text().split()
+    assert all("==" in pin for pin in pins)
+    assert {"fclflow", "torch", "mlflow"} <= {pin.partition("==")[0] for pin in pins}
+    kinds = {file.suffix for file in files.rglob("*") if file.is_file()}
+    assert kinds <= {"", ".txt", ".yaml", ".json", ".py", ".safetensors"}
+
+
+@pytest.mark.slow
+def test_mlflow_serves_it_over_http(logged: str, folder: Path, tmp_path: Path) -> None:
+    with serving(f"models:/{logged}", f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "server.log") as ask:
+        Image.fromarray(IMAGES[1, 0]).save(tmp_path / "image.png")
+        images = [IMAGES[0].tolist(), str(tmp_path / "image.png")]
+        assert ask({"dataframe_records": [{"image": image} for image in images]}) == Model(folder).answer(IMAGES[:2])
+        known = {"dataframe_split": {"columns": ["image"], "data": [[images[0]]]}, "params": {"task": 1}}
+        assert ask(known) == Model(folder).answer(IMAGES[:1], 1)
+
+
+@contextmanager
+def serving(model: str, tracking_uri: str, log: Path) -> Iterator[Callable[[dict[str, Any]], list[dict[str, Any]]]]:
+    """`mlflow models serve` on a free port of 127.0.0.1; gives a function from a request's JSON to the predictions."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": tracking_uri, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def ask(content: dict[str, Any]) -> list[dict[str, Any]]:
+        address, kind = f"http://127.0.0.1:{port}/invocations", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(address, json.dumps(content).encode(), kind)) as answer:
+            return json.loads(answer.read())["predictions"]
+
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not answers(f"http://127.0.0.1:{port}/ping"):
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield ask
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except OSError:
+        return False

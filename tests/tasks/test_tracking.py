@@ -10,6 +10,7 @@ from typing import Any
 
 import mlflow
 import numpy as np
+import pandas as pd
 import polars as pl
 import pytest
 import torch
@@ -205,7 +206,7 @@ def test_what_only_the_result_tells_is_tracked(
     found = []
     for label, result in (("a-0", plain), ("b-0", plain | more | {"metrics": {"paper_task_predicted": {}}})):
         with tracked(experiment(label=label, settings={"label": label}), settings, tmp_path) as tracking:
-            track.fn(tracking, label, tmp_path, result, tmp_path)
+            track.fn(tracking, label, tmp_path, result)
         data = tracking.client.get_run(tracking.id).data
         found.append(({name: data.tags[name] for name in names if name in data.tags}, data.metrics.get("epsilon")))
     (of_plain, none), (tags, epsilon) = found
@@ -311,13 +312,14 @@ def test_the_tracked_model_answers_like_the_network(
     folder = tmp_path / "model"
     state.save(dict(network.state_dict()), folder / "weights.safetensors")
     state.write_json(folder / "spec.json", spec.to_json())
-    facts = {"shape": [1, 4, 4], "mean": [0.5], "std": [0.25], "classes": ["ant", "bee", "cat"]}
-    state.write_json(tmp_path / "stream.json", facts)
+    tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
+    facts = {"classes": ["ant", "bee", "cat"], "tasks": tasks, "mean": [0.5], "std": [0.25], "notes": []}
+    state.write_json(folder / "serving.json", facts)
     router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
     if routed:
         state.save(router.to_tree(), folder / "router.safetensors")
     with tracked(experiment(), settings, tmp_path) as tracking:
-        log_model(tracking.client, tracking.id, folder, tmp_path / "stream.json")
+        log_model(tracking.client, tracking.id, folder)
     (run,) = all_runs(settings)
     (logged,) = run.outputs.model_outputs
 
@@ -330,5 +332,7 @@ def test_the_tracked_model_answers_like_the_network(
             answers = torch.where(router.sample_scores(features).argmax(1) == 0, of_first, 2)
             assert not torch.equal(answers, unrouted)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
-    assert served.predict(images).tolist() == [facts["classes"][i] for i in answers]
+    found = served.predict(pd.DataFrame({"image": [*images]}))
+    assert found["class"].tolist() == [facts["classes"][i] for i in answers]
+    assert set(served.predict(pd.DataFrame({"image": [*images]}), {"task": 2})["class"]) == {"cat"}
     assert not [path for path in (tmp_path / "mlartifacts").rglob("*") if path.suffix in (".pkl", ".pt", ".pth")]

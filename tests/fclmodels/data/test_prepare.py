@@ -137,7 +137,7 @@ def test_modes_become_grey_or_colour_as_pillow_converts_them(mode, channels):
 def test_images_are_squashed_to_the_size():
     picture = np.zeros((8, 4), np.uint8)
     picture[4:] = 200
-    pixels = decode(Image.fromarray(picture), 4, None)
+    pixels = decode(Image.fromarray(picture), (4, 4), None)
     assert pixels.shape == (1, 4, 4)
     assert (pixels[0, 0] == 0).all()
     assert (pixels[0, 3] == 200).all()
@@ -151,7 +151,7 @@ def test_more_than_eight_bits_are_refused_rather_than_clipped(depth):
 
 def test_absurd_dimensions_are_refused_before_decoding():
     with pytest.raises(ValueError, match="20000 x 20000 pixels are too many"):
-        decode(SimpleNamespace(width=20000, height=20000), 32, 3)
+        decode(SimpleNamespace(width=20000, height=20000), (32, 32), 3)
 
 
 # what cannot be used

@@ -1,0 +1,187 @@
+"""A trained model by itself: the folder `model/` of a run, and what it says of samples that are not of any split.
+
+weights.safetensors, spec.json and, where there are, router.safetensors (task prediction) and earlier.safetensors (the
+models of earlier tasks, where each has its own); serving.json names classes, tasks, normalisation, pixel orders and
+what a person should know.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fclmodels import state
+from fclmodels.backbones.batch_norm import drop_statistics
+from fclmodels.backbones.network import Network, skeleton
+from fclmodels.backbones.norms import depends_on_batch
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.augment import as_inputs
+from fclmodels.data.batches import pixel_order
+from fclmodels.data.decoding import decode
+from fclmodels.errors import UserError
+from fclmodels.federation.prediction import Columns
+from fclmodels.federation.server import Server
+from fclmodels.kinds import TEXTS, kind_of
+from fclmodels.methods.base import Method
+from fclmodels.numerics.relevance import Router, relevance
+
+FORMAT = 1
+AT_ONCE = 256
+PERSONAL = "Each client answers with a part of its own (running statistics or head); this model has the server's alone."
+PERMUTED = "Pixels are taken as they stand; name the task, and an image in its natural order is put into the task's."
+BY_BATCH = "An answer depends on the other samples that are asked about together with it."
+
+Row = dict[str, Any]
+
+
+def write(method: Method, server: Server, folder: Path) -> dict[str, Tensor]:
+    """The model that a method ends with; its tensors."""
+    splits, weights = method.run.splits, method.model(server)
+    state.save(weights, folder / "weights.safetensors")
+    state.write_json(folder / "spec.json", server.spec.to_json())
+    if router := method.router(server):
+        state.save(router.to_tree(), folder / "router.safetensors")
+    if earlier := method.earlier_models(server):
+        state.save({"models": earlier}, folder / "earlier.safetensors")
+    by_batch = depends_on_batch(method.networks.load(server.spec, server.weights))
+    learned = splits.tasks[: len(server.spec.tasks)]
+    permuted = any(task.permutation is not None for task in learned)
+    notes = {PERSONAL: method.personal, BY_BATCH: by_batch, PERMUTED: permuted}
+    facts = {
+        "format": FORMAT,
+        "method": method.name,
+        "classes": splits.classes,
+        "tasks": [{"name": task.name, "permutation": task.permutation} for task in learned],
+        "mean": splits.mean,
+        "std": splits.std,
+        "notes": [note for note, holds in notes.items() if holds],
+    }
+    state.write_json(folder / "serving.json", facts)
+    return weights
+
+
+class Model:
+    """A model folder, ready to answer."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            facts = json.loads((folder / "serving.json").read_text())
+            self.spec = ModelSpec.from_json(json.loads((folder / "spec.json").read_text()))
+        except FileNotFoundError as problem:
+            raise UserError(f"{folder}: no model of a run here ({Path(problem.filename).name} is missing).") from None
+        self.classes: list[str] = facts["classes"]
+        self.tasks: list[Row] = facts["tasks"]
+        self.notes: list[str] = facts["notes"]
+        self.mean, self.std = facts["mean"], facts["std"]
+        earlier, router = folder / "earlier.safetensors", folder / "router.safetensors"
+        before = state.load(earlier)["models"] if earlier.exists() else []
+        weights = [*before, state.load(folder / "weights.safetensors")]
+        first = len(self.spec.tasks) - len(before)
+        self.networks = [_network(_first_tasks(self.spec, first + n), w) for n, w in enumerate(weights)]
+        device = torch.device("cpu")
+        self.columns = Columns.by_task(self.spec, device) if before else Columns.of(self.spec, device)
+        self.of_task = self.columns.of_tasks(self.spec.tasks)
+        self.router = Router.from_tree(state.load(router)) if router.exists() else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a sample."""
+        return self.spec.shape
+
+    def read(self, files: Sequence[Path | str]) -> np.ndarray:
+        """Image files as samples: decoded as `fcl prepare` does it, and squashed to the model's size."""
+        if kind_of(self.shape) is TEXTS:
+            raise UserError("this model reads texts, as token ids. It takes arrays of them, no files.")
+        return np.stack([_read(Path(file), self.shape) for file in files])
+
+    def as_sample(self, numbers: Any) -> np.ndarray:
+        """A nested list as a sample, where each number is one that its type holds."""
+        array, dtype = np.asarray(numbers), kind_of(self.shape).dtype
+        if (array != (typed := array.astype(dtype))).any():
+            raise ValueError(f"its numbers are not all of {dtype}")
+        return typed
+
+    def answer(self, samples: np.ndarray, task: int | None = None) -> list[Row]:
+        """Of each sample, as prepared [B, *shape]: class, its probability, task (from 1) and relevance to each task.
+
+        A known task (from 1) puts pixels into its order, and only its classes compete. Else the task is the predicted
+        one where the model has a router, with its relevances (FedProTIP eq. 10); else the only one with that class.
+        """
+        kind = kind_of(self.shape)
+        if samples.shape[1:] != self.shape or samples.dtype != kind.dtype:
+            raise UserError(
+                f"samples are {samples.dtype} {list(samples.shape)}. Right: {kind.dtype} [B, "
+                f"{', '.join(map(str, self.shape))}]."
+            )
+        learned = len(self.tasks)
+        if task is not None and not 1 <= task <= learned:
+            raise UserError(f"task: {task}, and the model has learned {learned}. Right: 1 to {learned}.")
+        with torch.inference_mode():
+            batches = torch.from_numpy(np.ascontiguousarray(samples)).split(AT_ONCE)
+            return [row for batch in batches if len(batch) for row in self._answer(batch, task)]
+
+    def _answer(self, samples: Tensor, task: int | None) -> list[Row]:
+        inputs = as_inputs(self._in_order(samples, task), self.mean, self.std)
+        features = [network.backbone(inputs) for network in self.networks]
+        if len(self.networks) > 1:
+            own = [network.logits(f, t) for t, (network, f) in enumerate(zip(self.networks, features, strict=True))]
+            logits = torch.cat(own, dim=1)
+        else:
+            logits = torch.cat([head(features[0]) for head in self.networks[0].heads], dim=1)
+        relevances: list[list[float] | None] = [None] * len(samples)
+        routed: Tensor | None = None
+        if task is not None:
+            routed = torch.full((len(samples),), task - 1)
+        elif self.router is not None:
+            routed = self.router.sample_scores(features[0]).argmax(1)
+        if self.router is not None:
+            relevances = relevance(features[0], self.router.bases).tolist()
+        if routed is not None:
+            logits = logits.masked_fill(~self.of_task[routed], -torch.inf)
+        probabilities, columns = logits.softmax(1).max(1)
+        tasks = self._only_task(columns) if routed is None else (routed + 1).tolist()
+        names = [self.classes[label] for label in self.columns.labels[columns].tolist()]
+        values = zip(names, probabilities.tolist(), tasks, relevances, strict=True)
+        return [dict(zip(("class", "probability", "task", "relevance"), row, strict=True)) for row in values]
+
+    def _in_order(self, samples: Tensor, task: int | None) -> Tensor:
+        """Pixels in the order of a known task, where the stream gave it one."""
+        permutation = None if task is None else self.tasks[task - 1]["permutation"]
+        if permutation is None:
+            return samples
+        flat = samples.flatten(2)
+        return flat[:, :, pixel_order(permutation, flat.shape[2])].view_as(samples)
+
+    def _only_task(self, columns: Tensor) -> list[int | None]:
+        """The task of each answer, None where its class is of several that share the head."""
+        of_task = self.of_task[:, columns]
+        only = of_task.sum(0) == 1
+        return [int(t) + 1 if alone else None for t, alone in zip(of_task.int().argmax(0), only, strict=True)]
+
+
+def _network(spec: ModelSpec, weights: dict[str, Tensor]) -> Network:
+    network = skeleton(spec)
+    if not any(name.endswith("running_mean") for name in weights):
+        drop_statistics(network)
+    network.load_state_dict(weights)
+    return network.eval()
+
+
+def _first_tasks(spec: ModelSpec, count: int) -> ModelSpec:
+    return ModelSpec(spec.settings, spec.shape, spec.head, spec.tasks[:count], spec.adapter)
+
+
+def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    channels, height, width = shape
+    try:
+        with Image.open(file) as image:
+            return decode(image, (width, height), channels)
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file.") from None
+    except Exception as problem:  # on a damaged file a decoder may raise anything
+        raise UserError(f"{file} cannot be read as an image ({' '.join(str(problem).split())}).") from problem

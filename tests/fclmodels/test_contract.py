@@ -1,0 +1,115 @@
+"""What every method keeps, however it learns: shapes, determinism, executors, resume, partial participation, bytes.
+
+It runs on each method that is there, a new one (`fcl new-method`) included. Every run here is of partial participation:
+two of four clients a round, and one client without the second task. Late and missing clients are in
+federation/test_faults.py, also over all methods; deaths at every moment in test_resume.py, over the engine.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from fclmodels.data.splits import Splits
+from fclmodels.experiment import Experiment, Stage
+from fclmodels.federation.server import Server
+from fclmodels.listener import Listener
+from fclmodels.plugins import all_of
+
+MakeExperiment = Callable[..., Experiment]
+Remains = Callable[[Path], dict[str, Any]]
+
+PARTIAL = ("federation.clients_per_round=2", "federation.checkpoint_seconds=0")
+SIZES = {(task, client): 6 + 2 * client for task in range(2) for client in range(4) if (task, client) != (1, 0)}
+METHODS = sorted(all_of("method"))
+
+
+class Stopped(Exception):  # noqa: N818
+    pass
+
+
+class StopsIn(Listener):
+    """An interruption in the last round of the second task."""
+
+    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+        if (task, round) == (1, 1):
+            raise Stopped
+
+
+@pytest.fixture(scope="module")
+def splits(splits_of: Callable[..., Splits]) -> Splits:
+    return splits_of(train=SIZES)
+
+
+@pytest.fixture(params=METHODS)
+def run(request: pytest.FixtureRequest, experiment_of: MakeExperiment, splits: Splits, tmp_path: Path) -> Experiment:
+    """An experiment that has run, into tmp_path / run."""
+    experiment = experiment_of(*PARTIAL, method=request.param, splits=splits)
+    experiment.run(tmp_path / "run")
+    return experiment
+
+
+def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
+    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path
+) -> None:
+    """So it is deterministic too: two homes, the same bits. A method whose second task asks no client just runs."""
+    again, name = tmp_path / "again", type(run.method).name
+    try:
+        experiment_of(*PARTIAL, method=name, splits=splits, home=again, listener=StopsIn()).run(tmp_path / "stopped")
+    except Stopped:
+        experiment_of(*PARTIAL, method=name, splits=splits, home=again).run(tmp_path / "stopped")
+    assert remains(tmp_path / "stopped") == remains(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_worker_processes_end_with_the_same_bits(
+    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path
+) -> None:
+    workers = ("federation.executor=processes", "federation.workers=2")
+    experiment_of(*PARTIAL, *workers, method=type(run.method).name, splits=splits).run(tmp_path / "workers")
+    assert remains(tmp_path / "workers") == remains(tmp_path / "run")
+
+
+def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(run: Experiment, splits: Splits) -> None:
+    server = Server.from_tree(last_state(run)["server"])
+    inputs = next(run.method.run.batches.ordered(splits.test_rows(0), 5)).inputs
+    with torch.inference_mode():
+        prediction = run.method.predictor(server)(inputs)
+    columns = run.method.columns(server)
+    assert prediction.logits.shape == (5, len(columns.labels))
+    assert not prediction.logits.isnan().any()
+    assert set(columns.labels.tolist()) == set(range(4))
+    assert columns.of_tasks(server.spec.tasks).any(1).all()
+    for scores, shape in ((prediction.task_scores, (5, 2)), (prediction.batch_scores, (2,))):
+        assert scores is None or scores.shape == shape
+
+
+def test_the_ledger_holds_those_who_took_part_and_what_they_keep(run: Experiment, tmp_path: Path) -> None:
+    """A client without the second task is in none of its rounds, two are in each, and memories weigh what they hold."""
+    ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet")
+    rounds = ledger.filter(pl.col("direction") != "kept", pl.col("round") >= 0)
+    assert set(rounds.filter(direction="up")["least"]) <= {"sum", "each"}
+    assert (rounds["bytes"] >= 0).all()
+    if run.method.pooled_bytes is None:
+        assert 0 not in rounds.filter(task=1)["client"]
+        of_each = rounds.group_by("task", "round").agg(pl.col("client").n_unique())
+        assert of_each["client"].to_list() == [2, 2, 2, 2]
+    kept = ledger.filter(direction="kept").group_by("client").agg(pl.col("bytes").last())
+    memories = {int(client): run.store.get(digest) for client, digest in last_state(run)["memories"].items()}
+    assert {client for client, size in kept.iter_rows() if size} == {
+        client for client, held in memories.items() if held
+    }
+
+
+def last_state(run: Experiment) -> dict[str, Any]:
+    """Found again from nothing but the store."""
+    stages: list[tuple[Stage, int]] = [("begin", 0), ("learn", 0), ("conclude", 0), ("learn", 1), ("conclude", 1)]
+    last = None
+    for stage, task in stages:
+        outcome = run.step(stage, last, task).done()
+        assert outcome is not None
+        last = outcome["objects"]["state"]
+    return run.store.get(str(last))

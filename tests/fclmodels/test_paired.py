@@ -1,0 +1,48 @@
+"""Differences seed by seed: known answers, and what is not paired."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import bootstrap
+
+from fclmodels.report.paired import interval, pairs
+
+
+def group(values: dict[int, float | None], splits: str = "a") -> Any:
+    """Runs with this ACC of each seed."""
+    runs = [
+        SimpleNamespace(
+            result=SimpleNamespace(seed=seed, digests={"splits": splits}, metrics={"task_aware": {"acc": value}})
+        )
+        for seed, value in values.items()
+    ]
+    return SimpleNamespace(runs=runs)
+
+
+def test_what_a_seed_adds_to_both_is_in_no_difference() -> None:
+    base = {0: 0.1, 1: 0.5, 2: 0.9, 3: 0.3}
+    (pair,) = pairs([group(base), group({seed: value + 0.02 for seed, value in base.items()})], "task_aware")
+    assert (pair.group, pair.seeds) == (1, 4)
+    assert (pair.mean, pair.low, pair.high) == pytest.approx((0.02, 0.02, 0.02))
+
+
+def test_the_interval_is_that_of_scipy_up_to_chance() -> None:
+    differences = np.random.default_rng(1).normal(0.03, 0.02, 8)
+    theirs = bootstrap((differences,), np.mean, method="percentile", n_resamples=20_000, rng=2).confidence_interval
+    assert interval(differences) == pytest.approx((theirs.low, theirs.high), abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        group({0: 0.2, 1: 0.2}),
+        group({0: 0.2, 1: 0.2, 7: 0.2, 8: 0.2}),
+        group({0: 0.2, 1: 0.2, 2: None}),
+        group({0: 0.2, 1: 0.2, 2: 0.2}, splits="b"),
+    ],
+    ids=["two seeds", "two shared", "one undefined", "other splits"],
+)
+def test_fewer_than_three_pairs_say_nothing(other: Any) -> None:
+    assert pairs([group({0: 0.1, 1: 0.1, 2: 0.1}), other], "task_aware") == []
