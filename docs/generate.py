@@ -149,7 +149,8 @@ def commands_page() -> str:
         lines += [f"## fcl {name}", "", *(command.help or "").splitlines(), ""]
         rows = []
         for option in command.params:
-            words = ", ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
+            options = ", ".join([*option.opts, *option.secondary_opts])
+            words = options if option.param_type_name == "option" else option.name.upper()
             rows.append((code(words), getattr(option, "help", None) or ""))
         lines += [*table(("argument or option", "meaning"), rows), ""]
     return "\n".join(lines)

@@ -168,7 +168,7 @@ class Line:
             watcher.task_learned(run.tasks - 1, self.so_far(run.tasks), known is not None)
             result = publish(run, run.label, self.outcomes, self.folder)
             show_matrix(self.name, self.folder)
-            track(tracking, run.label, self.folder, result, run.splits.folder)
+            track(tracking, run.label, self.folder, result)
         return tracking, result
 
     def steps(self, run: Experiment, watcher: Silent) -> list[Outcome]:

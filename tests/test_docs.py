@@ -27,7 +27,10 @@ def commands() -> dict[str, set[str]]:
     group: Any = get_command(app)
     context = group.make_context("fcl", [], resilient_parsing=True)
     found = {name: group.get_command(context, name) for name in group.list_commands(context)}
-    return {name: {o for p in command.params for o in p.opts} | {"--help"} for name, command in found.items()}
+    return {
+        name: {"--help"} | {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        for name, command in found.items()
+    }
 
 
 def told(page: Path) -> Iterator[list[str]]:
