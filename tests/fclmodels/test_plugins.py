@@ -160,7 +160,7 @@ def test_explain_of_a_plugin_is_what_its_block_may_hold():
         ("late_rounds", ["federation.faults.late_rounds"]),
         ("mu", ["methods.fedprox.mu", "methods.prox-anchor.mu"]),
         ("evaluation", ["evaluation.batch_size"]),
-        ("seed", ["data.seed", "stream.seed", "partition.seed"]),
+        ("seed", ["data.seed", "stream.seed", "partition.seed", "arrivals.seed"]),
     ],
 )
 def test_explain_finds_settings_by_their_last_name_or_block(name, paths):
