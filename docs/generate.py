@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def settings_page() -> str:
 def settings_table(settings: Iterable[Setting]) -> list[str]:
     rows = [
         (
-            f"`{s.path}`",
+            code(s.path),
             code(s.type),
             code(s.default if isinstance(s.default, str) else shown(s.default)),
             s.description,
@@ -162,4 +163,5 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 
 
 def code(text: str) -> str:
-    return f"`{text}`" if text else ""
+    """Not between backticks: in a table they show the backslash before a bar."""
+    return f"<code>{escape(text).replace('|', '&#124;')}</code>" if text else ""
