@@ -86,7 +86,7 @@ def generate() -> Any:
 def test_reference_pages_have_every_setting_and_every_command(generate: Any) -> None:
     settings, page = generate.settings_page(), generate.commands_page()
     for row in explain():
-        assert f"`{row.path}`" in settings or row.path.startswith("methods."), row.path
+        assert f"<code>{row.path}</code>" in settings or row.path.startswith("methods."), row.path
     for name, options in commands().items():
         assert f"## fcl {name}\n" in page
         assert all(option in page for option in options - {"--help"})
@@ -95,5 +95,5 @@ def test_reference_pages_have_every_setting_and_every_command(generate: Any) -> 
 def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_where_results_are(generate: Any) -> None:
     (found,) = generate.about(["fot"])
     page = generate.method_page(found)
-    for told in ("Federated Orthogonal Training", "`methods.fot.threshold`", "| sketch |", "subspaces.md", "Table 1"):
+    for told in ("Federated Orthogonal Training", "<code>methods.fot.threshold</code>", "| sketch |", "subspaces.md", "Table 1"):
         assert told in page

@@ -81,6 +81,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
     same_facts, own_facts = _provenance(runs)
     return {
         "words": words,
+        "heading": ", ".join(dict.fromkeys(run.result.method for run in runs)),
         "groups": groups,
         "runs": runs,
         "facts": _facts(runs, common),
@@ -131,7 +132,8 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     if len({frozenset(run.result.seed for run in group.runs) for group in groups}) > 1:
         notes.append("The methods were not run with the same seeds.")
     if any(len(group.runs) == 1 for group in groups):
-        single = ", ".join(group.label for group in groups if len(group.runs) == 1)
+        alone = [group.label for group in groups if len(group.runs) == 1]
+        single = "each" if len(alone) == len(groups) > 1 else ", ".join(alone)
         notes.append(f"Only one seed of {single}: no standard deviation, and differences may be chance.")
     versions = [run.result.versions for run in runs]
     names = sorted({name for of in versions for name in of})
