@@ -63,7 +63,7 @@ def _version(client: MlflowClient, model: str, key: str) -> ModelVersion | None:
 def _create(client: MlflowClient, model: str, run_id: str, tags: dict[str, str]) -> ModelVersion:
     outputs = client.get_run(run_id).outputs
     assert outputs is not None
-    (logged,) = outputs.model_outputs
+    logged = outputs.model_outputs[-1]  # several where a run was tracked again, all of the same model
     return client.create_model_version(model, f"models:/{logged.model_id}", run_id, tags=tags, model_id=logged.model_id)
 
 
