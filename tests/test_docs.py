@@ -95,5 +95,6 @@ def test_reference_pages_have_every_setting_and_every_command(generate: Any) -> 
 def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_where_results_are(generate: Any) -> None:
     (found,) = generate.about(["fot"])
     page = generate.method_page(found)
-    for told in ("Federated Orthogonal Training", "<code>methods.fot.threshold</code>", "| sketch |", "subspaces.md", "Table 1"):
+    setting = "<code>methods.fot.threshold</code>"
+    for told in ("Federated Orthogonal Training", setting, "| sketch |", "subspaces.md", "Table 1"):
         assert told in page

@@ -90,6 +90,22 @@ def test_the_papers_solver_comes_within_a_thousandth_in_nearly_all_cases(steps: 
     assert max(gaps) < 5e-3
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 20),
+    common=st.sampled_from([0.0, 0.1]),
+    kappa=st.sampled_from([0.1, 0.25, 0.5, 0.75]),
+)
+def test_at_four_times_its_rate_it_comes_that_near_for_vectors_of_one_length(
+    seed: int, n: int, common: float, kappa: float
+) -> None:
+    """As alignment normalises them, of 100 numbers, in ten times the papers' steps."""
+    random = np.random.default_rng(seed)
+    V = torch.from_numpy(random.normal(size=(n, 100)) + common * random.normal(size=100))
+    assert above_exact(V / V.norm(dim=1, keepdim=True), kappa, **{**LONG, "lr": 100}) < 1e-3
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(2, 12))
 def test_the_order_of_vectors_does_not_matter(seed: int, n: int) -> None:
