@@ -147,7 +147,8 @@ def whole(night: Callable, project: Path) -> Callable[[], str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moment", [pytest.param(m, marks=[pytest.mark.slow] * (m != "a step")) for m in MOMENTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_stream_that_is_stopped_again_and_again_ends_as_if_it_never_was(
     moment: str,
     fcl: Fcl,
@@ -187,6 +188,7 @@ def test_a_stream_that_is_stopped_again_and_again_ends_as_if_it_never_was(
     assert night() == []
 
 
+@pytest.mark.slow
 def test_the_next_task_starts_from_the_newest_state_whatever_else_was_changed(
     night: Callable, drop: Drop, steps: list[str], project: Path
 ) -> None:
@@ -198,6 +200,7 @@ def test_the_next_task_starts_from_the_newest_state_whatever_else_was_changed(
     assert steps == TASK_2
 
 
+@pytest.mark.slow
 def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     night: Callable, drop: Drop, steps: list[str], project: Path
 ) -> None:
@@ -214,6 +217,7 @@ def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     assert aliases(project) == {"task-01": "3", "task-02": "4", "champion": "4", "challenger": "3"}
 
 
+@pytest.mark.slow
 def test_two_at_once_exclude_each_other_with_a_message(
     night: Callable, fcl: Fcl, drop: Drop, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
