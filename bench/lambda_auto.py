@@ -18,8 +18,7 @@ import numpy as np
 from tune import OnVal
 
 from fclmodels import params as reading
-from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split
+from fclmodels.data.split import splits_of
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.federation.evaluation import evaluate
@@ -27,7 +26,6 @@ from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.special import Special
 from fclmodels.metrics import acc, matrix
-from fclmodels.plugins import find
 from fclmodels.settings import Params
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
@@ -41,13 +39,6 @@ STREAMS = {
 SHARED = ["federation.local_epochs=5", "federation.executor=serial", "federation.threads=1"]
 GRID = ("0", "0.05", "0.1", "0.2", "0.4", "0.8", "1.6", "3.2")
 METRICS = ("acc", "bwt", "learning_acc")
-
-
-def splits_of(params: Params, folder: Path) -> Splits:
-    prepare(find("source", params.data.source)(params.data), folder / "prepared")
-    stream = find("stream", params.stream.kind)(params.stream)
-    split(folder / "prepared", stream, find("partition", params.partition.kind)(params.partition), folder / "splits")
-    return Splits.open(folder / "splits")
 
 
 def measured(params: Params, seed: int, splits: Splits, by: str) -> list[float]:
@@ -71,7 +62,7 @@ def main() -> None:
         by, stream = STREAMS[name]
         settings = [*stream, *SHARED, *given.set]
         with tempfile.TemporaryDirectory() as folder:
-            splits, found = splits_of(reading.load(PARAMS, settings), Path(folder)), {}
+            splits, found = Splits.open(splits_of(reading.load(PARAMS, settings), Path(folder))), {}
             for lam in (*GRID, "auto"):
                 params = reading.load(PARAMS, [*settings, f"methods.special.lambda={lam}"])
                 found[lam] = 100 * np.array([measured(params, seed, splits, by) for seed in given.seeds])

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from fclmodels import served, state
-from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.metrics import rounds_to_best, summary
@@ -135,7 +134,7 @@ def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
 
 def _command(experiment: "Experiment", place: Path) -> str:
     """What makes this run again: what has arrived, or the settings that are kept with it."""
-    if experiment.splits.kind == Arrival.name:
+    if experiment.splits.grows:
         return "fcl stream --once"
     words = ["fcl", "run", "--method", type(experiment.method).name, "--seed", str(experiment.seed)]
     return shlex.join([*words, "--params", str(place / "settings.json"), "--out", str(place)])

@@ -15,12 +15,10 @@ import polars as pl
 
 from fclmodels import params as reading
 from fclmodels.backbones.adapters import OnVit
-from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split
+from fclmodels.data.split import splits_of
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.plugins import find
-from fclmodels.settings import Params
 
 SETTINGS = """
 data: {source: digits}
@@ -48,7 +46,7 @@ def about(names: Sequence[str]) -> list[About]:
         home = Path(folder)
         settings = home / "params.yaml"
         settings.write_text(SETTINGS)
-        splits = _splits(reading.load(settings), home)
+        splits = Splits.open(splits_of(reading.load(settings), home))
         return [_words(kind) | _traffic(kind, settings, splits, home) for kind in kinds]
 
 
@@ -108,11 +106,3 @@ def _least(traffic: dict[str, list[dict[str, Any]]]) -> str:
     if not sent:
         return "nothing: its clients send no message"
     return f"single replies of {', '.join(each)}, else sums" if each else "sums over clients alone"
-
-
-def _splits(params: Params, home: Path) -> Splits:
-    prepare(find("source", params.data.source)(params.data), home / "prepared")
-    stream = find("stream", params.stream.kind)(params.stream)
-    partition = find("partition", params.partition.kind)(params.partition)
-    split(home / "prepared", stream, partition, home / "splits")
-    return Splits.open(home / "splits")

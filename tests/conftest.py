@@ -102,3 +102,19 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vocab.txt").write_text("\n".join(SPECIAL_TOKENS + WORDS))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     return folder
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps of experiments that were really done, not only looked up."""
+    from fclmodels.experiment import Step  # after the environment is set
+
+    done: list[str] = []
+    run = Step.run
+
+    def noted(step: Step) -> dict[str, Any]:
+        done.append(f"{step.stage} {step.task}")
+        return run(step)
+
+    monkeypatch.setattr(Step, "run", noted)
+    return done

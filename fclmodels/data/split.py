@@ -19,11 +19,13 @@ from fclmodels.data import statistics
 from fclmodels.data.partitions.base import Partition
 from fclmodels.data.partitions.dealing import Given, deal
 from fclmodels.data.partitions.held_out import cut_test, cut_val, units_of
-from fclmodels.data.prepare import Prepared
+from fclmodels.data.prepare import Prepared, prepare
 from fclmodels.data.splits import FORMAT, SPLITS, content_digest
 from fclmodels.data.streams.base import Layout, Pool, Samples, Stream
 from fclmodels.errors import UserError
 from fclmodels.kinds import TEXTS, kind_of
+from fclmodels.plugins import find
+from fclmodels.settings import Params
 
 FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
 SCHEMA = pl.Schema(
@@ -36,6 +38,14 @@ SCHEMA = pl.Schema(
         "split": pl.String,
     }
 )
+
+
+def splits_of(params: Params, folder: Path) -> Path:
+    """What these settings ask for, from the source on: the splits, beside the prepared data, in one folder."""
+    prepare(find("source", params.data.source)(params.data), folder / "prepared")
+    stream = find("stream", params.stream.kind)(params.stream)
+    partition = find("partition", params.partition.kind)(params.partition)
+    return split(folder / "prepared", stream, partition, folder / "splits")
 
 
 def split(prepared_folder: Path, stream: Stream, partition: Partition, out_folder: Path) -> Path:

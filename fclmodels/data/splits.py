@@ -16,6 +16,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.kinds import kind_of
 
@@ -128,6 +129,11 @@ class Splits:
             return Rows.concatenate([shared.as_those_of(one, classes[one]) for one in judged if one in classes])
         own = self.rows(task, "test", client)
         return own if client is None else Rows.concatenate([own, shared])
+
+    @property
+    def grows(self) -> bool:
+        """Whether more tasks may arrive, of which nobody knows anything yet."""
+        return self.kind == Arrival.name
 
     def held_out_rows(self, split: str, task: int, client: int | None = None) -> Rows:
         """The val rows of a task, or the test rows: of one client, or of all of them."""

@@ -15,7 +15,6 @@ from fclmodels.backbones.capture import BATCH, Layer, layers_of, observe
 from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.backbones.network import Network
 from fclmodels.backbones.projection import project_update, split_by_width
-from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError, did_you_mean
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part
@@ -131,7 +130,7 @@ class Subspaces(FedAvg):
 
         Of a stream that goes on nobody knows.
         """
-        if self.run.splits.kind == Arrival.name:
+        if self.run.splits.grows:
             return False
         classes = [set(task.classes) for task in self.run.splits.tasks]
         return len(classes) > 1 and all(of_task <= classes[0] for of_task in classes)

@@ -17,8 +17,7 @@ import torch
 import fclmodels.backbones
 import fclmodels.methods
 from fclmodels import params as reading
-from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split as deal
+from fclmodels.data import split as splitting
 from fclmodels.data.splits import Splits, content_digest
 from fclmodels.experiment import Experiment
 from fclmodels.federation import rounds
@@ -32,7 +31,6 @@ from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Method
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.plugins import find
 from fclmodels.settings import Params
 
 SETTINGS = """
@@ -298,12 +296,7 @@ def split_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], 
     """The splits of params.yaml with other settings."""
 
     def make(settings: list[str]) -> Splits:
-        folder, params = tmp_path_factory.mktemp("split"), reading.load(DEFAULTS, settings)
-        prepare(find("source", params.data.source)(params.data), folder / "prepared")
-        stream = find("stream", params.stream.kind)(params.stream)
-        partition = find("partition", params.partition.kind)(params.partition)
-        deal(folder / "prepared", stream, partition, folder / "splits")
-        return Splits.open(folder / "splits")
+        return Splits.open(splitting.splits_of(reading.load(DEFAULTS, settings), tmp_path_factory.mktemp("split")))
 
     return make
 

@@ -17,7 +17,7 @@ from fclmodels import experiment as module
 from fclmodels import state
 from fclmodels.data.splits import Rows, Splits
 from fclmodels.errors import UserError
-from fclmodels.experiment import Experiment, Step
+from fclmodels.experiment import Experiment
 from fclmodels.listener import Listener
 
 MakeExperiment = Callable[..., Experiment]
@@ -46,20 +46,6 @@ ALL = ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1"
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
     """What must be the same whenever and wherever the run was made."""
     return {key: result[key] for key in ("metrics", "digests", "bytes_up", "bytes_down", "bytes_kept")}
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps that were not only looked up."""
-    done: list[str] = []
-    run = Step.run
-
-    def noted(step: Step) -> dict[str, Any]:
-        done.append(f"{step.stage} {step.task}")
-        return run(step)
-
-    monkeypatch.setattr(Step, "run", noted)
-    return done
 
 
 def test_a_second_run_trains_nothing_and_says_the_same(

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,7 +18,6 @@ from prefect.testing.utilities import prefect_test_harness
 from sklearn.datasets import load_digits
 
 from fclmodels.data.incoming import MARKER
-from fclmodels.experiment import Step
 from flows.cli import app
 from flows.ending import end_well
 
@@ -88,20 +86,6 @@ def project(template: Path, server: str, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: 'sqlite:///{tmp_path}/mlflow.db'}}\n")
     with inside(tmp_path, server):
         yield tmp_path
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps that were really done."""
-    done: list[str] = []
-    run = Step.run
-
-    def noted(step: Step) -> dict[str, Any]:
-        done.append(f"{step.stage} {step.task}")
-        return run(step)
-
-    monkeypatch.setattr(Step, "run", noted)
-    return done
 
 
 @contextmanager
