@@ -3,8 +3,8 @@
     python bench/extraction.py [svd] [epochs] [memory] [--repeats 5]
 
 svd: a streamed Gram matrix and its eigenvectors against all columns and their SVD, d = 576, n = 490,000.
-epochs: what a client does at a task's end against one local epoch: with all patches of all images, and with as many
-as the methods take by default; a basis of 20 % is there already.
+epochs: what a client does at a task's end against one local epoch, as the methods do by default, and for FOT with all
+patches of all images; a basis of 20 % is there already.
 memory: the peak of anonymous memory over 500 to 50,000 samples.
 Seconds are the CPU's in one thread, so that other work on the machine tells little.
 """
@@ -31,6 +31,7 @@ from fclmodels.backbones.spec import ModelSpec
 from fclmodels.federation import malloc
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
+from fclmodels.methods.gpm import Gpm
 
 # Samples, batch and shape of a client's images, as in bench/local_loop.py.
 WORKS = {
@@ -134,8 +135,10 @@ def sketches(layer: Layer, seen: LayerInputs, basis: Tensor) -> None:
     seen.sketch(basis, round(times * layer.width), random())
 
 
-def core_bases(layer: Layer, seen: LayerInputs, basis: Tensor) -> None:
-    """What FedProTIP's client tells of a layer."""
+def directions(layer: Layer, seen: LayerInputs, basis: Tensor) -> None:
+    """What FedProTIP's client tells of a layer, and GPM's keeps."""
+    seen.energy()
+    seen.energy(basis)
     seen.principal(basis)
 
 
@@ -155,15 +158,15 @@ def measure_epochs(name: str, repeats: int) -> dict[str, Any]:
         for key, layer in layers.items():
             tell(layer, seen[key], bases[key])
 
-    fot, fedprotip = Fot.Settings(), FedProTIP.Settings()
+    fot, gpm, fedprotip = Fot.Settings(), Gpm.Settings(), FedProTIP.Settings()
     sides: dict[str, Callable[[], None]] = {
         "epoch": partial(local_epoch, network, inputs, labels, batch),
-        "fot_default": partial(extract, sketches, min(samples, fot.samples or samples), fot.patches),
+        "fot": partial(extract, sketches, min(samples, fot.samples or samples), fot.patches),
         "fot_all": partial(extract, sketches, samples, None),
-        "fedprotip_default": partial(
-            extract, core_bases, min(samples, fedprotip.samples or samples), fedprotip.patches, fedprotip.patches or 0
+        "gpm": partial(extract, directions, min(samples, gpm.samples or samples), gpm.patches),
+        "fedprotip": partial(
+            extract, directions, min(samples, fedprotip.samples or samples), fedprotip.patches, fedprotip.patches
         ),
-        "fedprotip_all": partial(extract, core_bases, samples, None),
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(1 + repeats):

@@ -36,6 +36,7 @@ class FedProTIP(Tip):
 
     class Settings(Tip.Settings):
         threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
+        patches: PositiveInt = Field(512, description="m_s, random columns of each layer's input that a client takes")
         rank_rule: Literal["residual-mass", "total-energy"] = Field(
             "residual-mass",
             description="of layers: share of the residual's singular values (eq. 8); total-energy: of all (release)",
@@ -116,7 +117,7 @@ class FedProTIP(Tip):
         layer_of = {name: LAST if name == FEATURES else name for name in bases}
         # Eq. 8 is about the singular values of the m_s columns, which a Gram matrix would square.
         inputs = self.observe(
-            client, network, {name: layers[name] for name in layer_of.values()}, self.settings.patches or 0
+            client, network, {name: layers[name] for name in layer_of.values()}, self.settings.patches
         )
         memory = self.remembering(client, inputs[LAST]) if self.settings.tip else client.memory
         return Reply(self.core_bases(client, {name: inputs[layer_of[name]] for name in bases}, bases)), memory

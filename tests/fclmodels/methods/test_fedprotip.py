@@ -318,6 +318,11 @@ def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
     assert (sent["layer"] == 0) == (rule == "total-energy")
 
 
+def test_core_bases_are_of_sampled_columns(params_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"methods\.fedprotip\.patches is null; it must be a whole number"):
+        params_of("methods.fedprotip.patches=null")
+
+
 @pytest.mark.parametrize(
     ("settings", "refused", "accepted"),
     [
