@@ -1,10 +1,11 @@
-"""What prompts cost a client, in one run: an epoch with kept queries against one that asks the frozen network for them.
+"""What prompts cost a client, in one run: an epoch with kept queries against two passes for each batch.
 
     python bench/prompts.py [fed-dualp fed-l2p pip-dualp] [--repeats 5] [--side 32] [--images 256] [--set KEY=VALUE ...]
 
 epoch: a client's images on a vision transformer, 6 layers of width 192, patches of 4 px, in CPU seconds of one thread.
 With --side 56 there are 197 tokens an image, as ViT-B/16 has of 224 px. What is kept are queries and, where the lowest
-layers have no prompts, the tokens above those.
+layers have no prompts, the tokens above those. Asked: the frozen network sees each batch first, for its queries. Plain:
+so, and the last layer makes something of all tokens, as the papers' code does, not only of those that are read.
 memory: the peak of anonymous memory of a round of 10 and of 100 clients with 32 images each, each in its own process.
 """
 
@@ -12,13 +13,14 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from extraction import Peak, alone
 from local_loop import Work, make_splits
+from torch import Tensor
 
 from fclmodels import params, plugins
 from fclmodels.federation import malloc
@@ -53,17 +55,31 @@ def measure_epoch(name: str, given: argparse.Namespace) -> str:
         method = method_on(name, 1, given.images, Path(folder), given.side, given.set)
         server = method.start_task(method.setup(), 0)
         client, payload = Client(0, 0, 0, method.run, method.rows(0, 0), {}), method.payload(server)
-        known, seconds = (method.queries, method.below), {"kept": [], "asked": []}
+        kept, asked = (method.queries, method.below), (None, None)
+        encode = method.frozen.encode
+        sides = {"kept": (kept, encode), "asked": (asked, encode), "plain": (asked, all_tokens(encode))}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(1 + given.repeats):
-            for side, told in (("kept", known), ("asked", (None, None))):
-                method.queries, method.below = told
+            for side, (known, way) in sides.items():
+                (method.queries, method.below), method.frozen.encode = known, way
                 training = method.prepared(client, payload)
                 started = time.thread_time()
                 training.run()
                 seconds[side].append(time.thread_time() - started)
     # The first turn warms up.
-    ratios = [kept / asked for kept, asked in zip(seconds["kept"][1:], seconds["asked"][1:], strict=True)]
-    return f"{statistics.median(seconds['asked'][1:]):.2f} s asked, {statistics.median(ratios):.2f} of that kept"
+    pairs = {side: zip(seconds["kept"][1:], seconds[side][1:], strict=True) for side in ("plain", "asked")}
+    ratios = {side: statistics.median(one / other for one, other in of) for side, of in pairs.items()}
+    told = ", ".join(f"{ratio:.2f} of {side}" for side, ratio in ratios.items())
+    return f"{statistics.median(seconds['kept'][1:]):.2f} s kept, {told}"
+
+
+def all_tokens(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of which as many are given back as are read."""
+
+    def plain(tokens: Tensor, attached: Mapping = {}, first: int = 0, read: int = 1) -> Tensor:
+        return encode(tokens, attached, first, tokens.shape[1])[:, :read]
+
+    return plain
 
 
 def measure_memory(name: str, clients: int) -> int:

@@ -103,9 +103,9 @@ class OnVit(Adapted):
         """Numbers in a sample's tokens."""
         return (1 + math.prod(self.frozen.grid)) * self.features
 
-    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}) -> Tensor:
-        """Those tokens, or prompts and tokens, through that layer and all above."""
-        return self.frozen.encode(tokens, attached, self.first)
+    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, read: int = 1) -> Tensor:
+        """Those tokens, or prompts and tokens, through that layer and all above: the first `read` of them."""
+        return self.frozen.encode(tokens, attached, self.first, read)
 
 
 class Prompted(OnVit):
@@ -170,8 +170,9 @@ class L2P(Prompted):
         scores = self.scores(x, queries)
         chosen = select(scores, self.top_k, self.selection)
         prompts = self.prompts.prompts[chosen].flatten(1, 2)
-        output = self.encode(torch.cat([prompts, self.below(x) if below is None else below], dim=1))
-        return Features(output[:, : prompts.shape[1]].mean(1), distance(scores, chosen))
+        tokens = torch.cat([prompts, self.below(x) if below is None else below], dim=1)
+        output = self.encode(tokens, read=prompts.shape[1])
+        return Features(output.mean(1), distance(scores, chosen))
 
 
 class L2PPool(Pool):

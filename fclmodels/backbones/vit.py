@@ -107,13 +107,15 @@ class VitNet(FeatureNet):
         """Images [B, C, H, W] to the tokens [B, S, D] that enter layer `first`."""
         tokens: Tensor = self.embed(x)
         for layer in list(self.layers)[:first]:
-            tokens = layer(tokens, Attached())
+            tokens = layer(tokens, Attached(), tokens.shape[1])
         return tokens
 
-    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, first: int = 0) -> Tensor:
-        """Tokens [B, S, D] through all layers from `first` on and the last norm, with what is attached to them."""
+    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, first: int = 0, read: int = 1) -> Tensor:
+        """Tokens [B, S, D] through all layers from `first` on and the last norm, with what is attached to them: the
+        first `read` of them [B, read, D]. The last layer makes nothing of the others."""
+        last = len(self.layers) - 1
         for index, layer in list(enumerate(self.layers))[first:]:
-            tokens = layer(tokens, attached.get(index, Attached()))
+            tokens = layer(tokens, attached.get(index, Attached()), read if index == last else tokens.shape[1])
         normed: Tensor = self.norm(tokens)
         return normed
 
@@ -156,11 +158,13 @@ class Layer(nn.Module):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.normal_(linear.bias, std=1e-6)
 
-    def forward(self, h: Tensor, attached: Attached) -> Tensor:
+    def forward(self, h: Tensor, attached: Attached, read: int) -> Tensor:
+        """h [B, S, D] to what becomes of its first `read` tokens [B, read, D]."""
         more = 0
         if attached.tokens is not None:
             h, more = torch.cat([attached.tokens, h], dim=1), attached.tokens.shape[1]
-        h = (h + self.self_attention(self.ln_1(h), attached))[:, more:]
+        rows = slice(more, more + read)
+        h = h[:, rows] + self.self_attention(self.ln_1(h), attached, rows)
         return h + self.mlp(self.ln_2(h))
 
 
@@ -176,7 +180,8 @@ class Attention(nn.Module):
         _zero_bias(self.in_proj)
         _zero_bias(self.out_proj)
 
-    def forward(self, h: Tensor, attached: Attached) -> Tensor:
+    def forward(self, h: Tensor, attached: Attached, rows: slice) -> Tensor:
+        """Of tokens h [B, S, D], the attention of those in `rows` to all."""
         q, k, v = self.in_proj(h).chunk(3, dim=-1)
         of_values = h
         if attached.prefix is not None:  # eq. 3: keys of [p_K; h], values of [p_V; h], queries of h
@@ -189,7 +194,7 @@ class Attention(nn.Module):
             (A_Q, A_V), (B_Q, B_V), scale = attached.lora.A, attached.lora.B, attached.lora.scale
             q = q + scale * F.linear(F.linear(h, A_Q), B_Q)
             v = v + scale * F.linear(F.linear(of_values, A_V), B_V)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q[:, rows], k, v))
         attended: Tensor = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return attended
 

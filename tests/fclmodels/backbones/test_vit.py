@@ -98,10 +98,22 @@ def test_each_samples_own_prefixes_reach_keys_and_values(batch: int, rank: int |
         1: Attached(prefix=(prefixes[1][0], prefixes[1][1]), lora=lora),
     }
     with torch.no_grad():
-        output = net.encode(tokens, attached).numpy()
+        output = net.encode(tokens, attached, read=7).numpy()
     for sample in range(batch):
         own = {layer: [p[sample].numpy() for p in pair] for layer, pair in prefixes.items()}
         np.testing.assert_allclose(output[sample], by_hand(net, tokens[sample].numpy(), own, added), atol=1e-10)
+
+
+@pytest.mark.parametrize("read", [1, 3])
+def test_of_the_last_layer_only_what_is_read_is_computed(read: int) -> None:
+    net, tokens = redrawn(build()).double(), drawn(2, 7, 16).double()
+    more = {1: Attached(tokens=drawn(2, 4, 16, seed=1).double())}
+    seen = []
+    net.layers[-1].mlp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    for attached in ({}, more):
+        whole, part = net.encode(tokens, attached, read=7), net.encode(tokens, attached, read=read)
+        torch.testing.assert_close(part, whole[:, :read], atol=1e-12, rtol=0)
+    assert seen == [7, read, 7, read]
 
 
 def test_with_nothing_attached_features_are_the_class_token() -> None:
