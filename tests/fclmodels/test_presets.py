@@ -23,6 +23,7 @@ from fclmodels.data.sources.base import catalogue_of_arrays
 from fclmodels.data.sources.digits import DIGITS
 from fclmodels.data.split import split
 from fclmodels.data.splits import Splits
+from fclmodels.data.streams.overlapping_classes import number_of_tasks
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation.run import Run as FederationRun
@@ -263,6 +264,15 @@ def test_every_variant_is_found_by_running_it(name: str) -> None:
             figures = published([group_of(run_of_preset(name, method, *overrides))])[table.reading]
             assert table in [figure.table for figure in figures]
             assert all(figure.table.where for figure in figures)
+
+
+def test_table_15_uses_every_class() -> None:
+    preset, _ = reading.preset_of(FILES["fedprotip-cifar100-a05"])
+    wheres = [figures.where for figures in preset.figures if figures.table == "Table 15"]
+    assert len(wheres) == 6
+    for where in wheres:
+        sizes = (where[f"stream.{key}"] for key in ("classes_per_task", "overlap"))
+        assert number_of_tasks(100, *sizes, None) == where["stream.tasks"]
 
 
 # what holds for one method only

@@ -50,7 +50,7 @@ def test_bases_that_fill_most_layers_are_told_of(
 
 
 def test_a_run_that_keeps_every_direction_says_so(method_of: Callable, federate: Callable) -> None:
-    method = method_of(FedProTIP, threshold=1.0, samples=None, patches=None)
+    method = method_of(FedProTIP, threshold=1.0, samples=None, patches=100_000)
     (line,) = method.remarks(federate(method, 2).knowledge)
     assert "nothing more is learned" in line
 
