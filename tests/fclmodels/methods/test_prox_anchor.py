@@ -1,6 +1,7 @@
 """FedProx to the last task's model: FedAvg at mu = 0, and its gradient that of the explicit objective."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fclmodels import state
 from fclmodels.data.batches import Batch
+from fclmodels.federation.local import make_optimiser
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.prox_anchor import ProxAnchor
 from fclmodels.methods.special_c import SpecialC
@@ -52,6 +54,28 @@ def test_the_gradient_is_autograds_of_the_objective(
     method.gradient(training)
     for parameter, gradient in zip(parameters.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_by_hand(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+    """w = 2, g = 0.5, W* = 1, mu = 0.1, lr = 0.1: 2 - 0.1 (0.5 + 0.1 (2 - 1)) = 1.94; new rows of the head: 1.95."""
+    method = method_of(ProxAnchor, "optimizer.lr=0.1", "optimizer.momentum=0", mu=0.1)
+    server = method.start_task(federate(method, 1), 1)
+    old = server.knowledge["anchor"]
+    server = replace(server, knowledge={**server.knowledge, "anchor": {n: torch.ones_like(t) for n, t in old.items()}})
+    client = client_of(method, 1, 1)
+    network = method.networks.load(server.spec, {name: torch.full_like(t, 2) for name, t in server.weights.items()})
+    training = method.training(client, method.payload(server), network, server.weights)
+    for parameter in training.parameters.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    method.gradient(training)
+    make_optimiser(client.run.params.optimizer, list(training.parameters.values()), 0).step()
+    grown = 0
+    for name, parameter in training.parameters.items():
+        known, new = parameter.split([len(old[name]), len(parameter) - len(old[name])])
+        torch.testing.assert_close(known, torch.full_like(known, 1.94))
+        torch.testing.assert_close(new, torch.full_like(new, 1.95))
+        grown += len(new)
+    assert grown
 
 
 def test_under_plain_sgd_special_c_is_a_case_of_it(
