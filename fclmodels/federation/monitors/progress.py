@@ -6,7 +6,7 @@ is given, else it is not. It is of the rounds: what a method makes of the model 
 then) shows in the accuracy matrix only. One evaluation a look. It looks on: nothing is tuned, chosen or stopped by it.
 
 drift: ||W - W*||, W the model after the round, W* the one that the previous task left, whatever the method makes of it;
-over the parameters that W* has (of a head that has grown, the old rows), not over running statistics.
+over the parameters that W* has (of a head or prompts that have grown, the old ones), not over running statistics.
 
 drift_bound, where the server anchors its model to W*: what SPECIAL's Lemma 4.9 is about. Its formula is lost; this
 is our own derivation, for plain SGD. With ||g|| <= G for all mini-batches (Assumption 4.1), a client that takes at most
@@ -85,7 +85,7 @@ def drift(method: "Method", server: Server, anchor: Server) -> float:
     """||W - W*||."""
     parameters = dict(method.networks.load(server.spec, server.weights).named_parameters())
     pairs = [(server.weights[name], anchor.weights[name]) for name in parameters if name in anchor.weights]
-    return math.sqrt(squared_norm(w[: len(old)].double() - old.double() for w, old in pairs))
+    return math.sqrt(squared_norm(w[tuple(map(slice, old.shape))].double() - old.double() for w, old in pairs))
 
 
 def furthest(method: "Method", task: int, round: int) -> float:

@@ -30,6 +30,7 @@ from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Method
+from fclmodels.methods.fed_dualp import FedDualP
 from fclmodels.methods.fedavg import FedAvg
 
 ON = ("monitors.accuracy=true", "monitors.drift=true", "monitors.every=1")
@@ -184,6 +185,20 @@ def test_drift_is_the_distance_from_the_model_that_the_last_task_left(method_of:
     ]
     assert now.weights["heads.0.weight"].shape[0] > left.weights["heads.0.weight"].shape[0]
     assert value == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+
+
+def test_drift_is_also_that_of_prompts_that_grow(method_of: Callable, tmp_path: Path) -> None:
+    """E-prompts grow along their third dimension: what they had before is what has moved."""
+    small = ("backbone=vit", "patch=3", "width=8", "depth=2", "attention_heads=2", "mlp_width=8")
+    method = method_of(
+        FedDualP, "monitors.drift=true", *(f"model.{setting}" for setting in small), g_layers=[0], e_layers=[1]
+    )
+    rows, (_, left, now) = watched(method, tmp_path)
+    pairs = [(now.weights[name], old) for name, old in left.weights.items()]
+    grown = [(new.shape, old.shape) for new, old in pairs if new.shape[1:] != old.shape[1:]]
+    assert grown  # not only along the first dimension
+    squares = [(new[tuple(slice(n) for n in old.shape)] - old).double().square().sum().item() for new, old in pairs]
+    assert rows[-1]["value"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
 
 
 def test_running_statistics_do_not_count(method_of: Callable, tmp_path: Path) -> None:
