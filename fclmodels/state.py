@@ -91,6 +91,15 @@ def save(tree: Tree, path: Path) -> None:
 
 def load(path: Path, device: torch.device | str = "cpu") -> Tree:
     """Read a tree back; a file that is cut short or foreign is a UserError that names it."""
+    return _read(path, device, lambda file, name: _aligned(file.get_tensor(name)))
+
+
+def shapes(path: Path) -> Tree:
+    """The tree with the shape of each tensor in its place; no tensor is read."""
+    return _read(path, "cpu", lambda file, name: tuple(file.get_slice(name).get_shape()))
+
+
+def _read(path: Path, device: torch.device | str, leaf: Callable[[Any, str], Any]) -> Tree:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             content = json.loads((file.metadata() or {})["fclflow"])
@@ -98,7 +107,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> Tree:
                 raise UserError(
                     f"{path}: format {content['format']}, this version reads {FORMAT}. Delete it to have it made again."
                 )
-            return unflatten(content["tree"], lambda name: _aligned(file.get_tensor(name)))
+            return unflatten(content["tree"], lambda name: leaf(file, name))
     except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, RecursionError, OSError) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Delete it to have it made again.") from problem
 

@@ -1,4 +1,4 @@
-"""Line charts as geometry; page.html.j2 draws them as SVG.
+"""Line charts as geometry; macros.html.j2 draws them as SVG. Each knows the folders of the runs that it is made of.
 
 No plotting library: a few paths keep the page small, need no script, follow light, dark and paper by CSS, and
 stay readable on a phone, where a wide plot would shrink its labels.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 LEFT, RIGHT, TOP, BOTTOM = 34, 350, 8, 188  # the edges of the plot in a picture of 360 x 224
 MOST_MARKS = 24  # a longer line is drawn without marks
@@ -22,6 +23,7 @@ class Series:
     x: Sequence[float]
     mean: Sequence[float | None]
     std: Sequence[float | None]
+    runs: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Chart:
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
     curves: tuple[Curve, ...]
+    runs: tuple[Path, ...]
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str, y_ticks: Sequence[float]) -> Chart:
@@ -59,8 +62,9 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str,
         x_label,
         y_label,
         tuple((_across(x, x_range), f"{x:g}") for x in x_ticks),
-        tuple((_up(y, y_ticks), _minus(f"{y:g}")) for y in y_ticks),
+        tuple((_up(y, y_ticks), minus(f"{y:g}")) for y in y_ticks),
         tuple(_curve(line, x_range, y_ticks) for line in series),
+        _all_of(series),
     )
 
 
@@ -90,6 +94,7 @@ class Scatter:
     y_ticks: tuple[tuple[float, str], ...]
     path: str
     dots: tuple[Dot, ...]
+    runs: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Point:
     shade: float | None
     x: tuple[float, float | None]
     y: tuple[float, float | None]
+    runs: Sequence[Path] = ()
 
 
 def scatter(title: str, points: Sequence[Point], x_label: str, y_label: str) -> Scatter:
@@ -112,11 +118,16 @@ def scatter(title: str, points: Sequence[Point], x_label: str, y_label: str) -> 
         title,
         x_label,
         y_label,
-        tuple((_across(x, x_range), _minus(f"{x:g}")) for x in x_ticks),
-        tuple((_up(y, y_ticks), _minus(f"{y:g}")) for y in y_ticks),
+        tuple((_across(x, x_range), minus(f"{x:g}")) for x in x_ticks),
+        tuple((_up(y, y_ticks), minus(f"{y:g}")) for y in y_ticks),
         f"M{joined}" if joined else "",
         dots,
+        _all_of(points),
     )
+
+
+def _all_of(drawn: "Sequence[Series] | Sequence[Point]") -> tuple[Path, ...]:
+    return tuple(folder for of in drawn for folder in of.runs)
 
 
 def _dot(point: Point, x_range: tuple[float, float], y_ticks: Sequence[float], x_label: str, y_label: str) -> Dot:
@@ -132,10 +143,10 @@ def _dot(point: Point, x_range: tuple[float, float], y_ticks: Sequence[float], x
 
 
 def _amount(mean: float, std: float | None) -> str:
-    return _minus(f"{mean:.1f}") + (f" ± {std:.1f}" if std is not None else "")
+    return minus(f"{mean:.1f}") + (f" ± {std:.1f}" if std is not None else "")
 
 
-def _minus(text: str) -> str:
+def minus(text: str) -> str:
     return text.replace("-", "−")
 
 

@@ -1,21 +1,31 @@
-"""One self-contained HTML page from run folders: no network, no script, the same bytes from the same runs."""
+"""One self-contained HTML page from run folders: no network, the same bytes from the same runs.
+
+Its one script sorts tables (sort.js), named to the browser by its digest; without it the page says the same.
+"""
 
 import os
+from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import polars as pl
 
 from fclmodels.metrics import accuracy_curve
-from fclmodels.report import presets, sweeps, words
+from fclmodels.report import costs, presets, sweeps, words
 from fclmodels.report.charts import Chart, Series, line_chart, ticks_above
-from fclmodels.report.matrices import accuracy_matrix, confusions
-from fclmodels.report.monitors import monitors
+from fclmodels.report.knowledge import prototypes
+from fclmodels.report.matrices import accuracy_matrix, by_task, confusions
+from fclmodels.report.monitors import monitors, used
+from fclmodels.report.numbers import duration, number, percent, points, size
 from fclmodels.report.paired import pairs
 from fclmodels.report.runs import Group, Run, batch_size, grouped, read_runs
-from fclmodels.report.tables import COSTS, compare, ledger, readings, spread
+from fclmodels.report.tables import compare, ledger, readings, spread
 
 HERE = Path(__file__).parent
 LOSS_POINTS = 120  # a loss curve is averaged down to this many
@@ -24,15 +34,15 @@ DENSE = 12  # matrices of more tasks show colours only
 
 def write_page(folders: Sequence[Path | str], path: Path) -> None:
     """The page as a file; an old one stays whole until the new one is."""
-    text = page(folders)
+    text = page(folders, path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     half.write_text(text, "utf-8")
     os.replace(half, path)
 
 
-def page(folders: Sequence[Path | str]) -> str:
-    """The HTML text that compares the runs in these folders."""
+def page(folders: Sequence[Path | str], place: Path | None = None) -> str:
+    """The HTML text that compares the runs in these folders; it links to them from the place where it will lie."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -42,36 +52,27 @@ def page(folders: Sequence[Path | str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"percent": percent, "number": number, "size": size, "duration": duration}
-    return environment.get_template("page.html.j2").render(_content(grouped(read_runs(folders))))
+    environment.globals |= {name.__name__: name for name in (percent, points, number, size, duration)}
+    script = environment.get_template("sort.js").render()
+    groups = grouped(read_runs(folders))
+    return environment.get_template("page.html.j2").render(
+        _content(groups),
+        digest=b64encode(sha256(script.encode()).digest()).decode(),
+        made_by=partial(made_by, groups),
+        links={run.folder: _link(run.folder, place) for group in groups for run in group.runs},
+    )
 
 
-def percent(share: float) -> str:
-    """Percent with one decimal and a real minus sign."""
-    return f"{round(100 * share, 1) + 0.0:.1f}".replace("-", "−")
+def made_by(groups: Sequence[Group], folders: Sequence[Path]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Of the runs in these folders: by the place of their group, each one's place on the page and its seed."""
+    places = count()
+    numbered = [(index, [(next(places), run) for run in group.runs]) for index, group in enumerate(groups)]
+    found = [(index, [(n, run.result.seed) for n, run in of if run.folder in folders]) for index, of in numbered]
+    return [(index, of) for index, of in found if of]
 
 
-def number(value: float) -> str:
-    """Three digits, or all before the point up to a million, and a real minus sign."""
-    return (f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}").replace("-", "−")
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}" if count else "0"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds up to two minutes, minutes up to two hours, then hours."""
-    if seconds < 1:
-        return f"{seconds:.2g} s"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _link(folder: Path, place: Path | None) -> str | None:
+    return quote(f"{Path(os.path.relpath(folder, place)).as_posix()}/") if place is not None else None
 
 
 def _content(groups: Sequence[Group]) -> dict[str, Any]:
@@ -87,17 +88,20 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "facts": _facts(runs, common),
         "notes": _notes(groups),
         "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
+        "by_task": [by_task(groups, reading) for reading in readings(groups)],
         "pairs": [(words.title(r, batch_size(groups)), of) for r in readings(groups) if (of := pairs(groups, r))],
         "curves": [_curve(groups, reading) for reading in readings(groups)],
         "sweeps": sweeps.charts(groups),
         "matrices": [[accuracy_matrix(group, reading) for reading in readings([group])] for group in groups],
         "confusions": confusions(groups),
         "monitors": monitors(groups),
+        "used": used(groups),
+        "prototypes": prototypes(groups),
         "dense": DENSE,
-        "sizes": [(index, len(group.runs)) for index, group in enumerate(groups)],
-        "costs": _costs(groups),
-        "stages": _stages(groups),
-        "faults": [(index, counts) for index, group in enumerate(groups) if (counts := _faults(group))],
+        "costs": costs.costs(groups),
+        "against_accuracy": costs.against_accuracy(groups),
+        "stages": costs.stages(groups),
+        "faults": [(index, counts) for index, group in enumerate(groups) if (counts := costs.faults(group))],
         "losses": _losses(groups),
         "ledgers": [_ledger(group) for group in groups],
         "privacy": [(index, text) for index, group in enumerate(groups) if (text := _privacy(group))],
@@ -165,13 +169,14 @@ def _best(rows: Sequence[dict[str, Any]], name: str) -> str | None:
 def _curve(groups: Sequence[Group], reading: str) -> Chart:
     series = []
     for index, group in enumerate(groups):
-        curves = [100 * accuracy_curve(run.matrices[reading]) for run in group.runs if reading in run.matrices]
-        if curves:
+        runs = [run for run in group.runs if reading in run.matrices]
+        if runs:
+            curves = [100 * accuracy_curve(run.matrices[reading]) for run in runs]
             values = [
                 spread([None if np.isnan(y) else float(y) for y in column]) for column in zip(*curves, strict=True)
             ]
-            learned = range(1, len(values) + 1)
-            series.append(Series(index, group.label, learned, [mean for mean, _ in values], [std for _, std in values]))
+            learned, (means, stds) = range(1, len(values) + 1), zip(*values, strict=True)
+            series.append(Series(index, group.label, learned, means, stds, [run.folder for run in runs]))
     title = words.title(reading, batch_size(groups))
     return line_chart(title, series, "tasks learned", "accuracy on tasks learned, %", [0, 20, 40, 60, 80, 100])
 
@@ -195,41 +200,8 @@ def _loss(index: int, group: Group) -> Series:
     of_run = rounds.group_by(pl.col("step") // width, "run").agg(pl.mean("loss"), (pl.mean("step") + 1).alias("round"))
     points = of_run.group_by("step").agg(pl.mean("round"), pl.mean("loss"), pl.std("loss").alias("std"))
     points = points.sort("step").fill_nan(None)
-    return Series(index, group.label, points["round"].to_list(), points["loss"].to_list(), points["std"].to_list())
-
-
-def _costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Costs of a run with their spread, and each as a share of the largest in its column pair, for the bars."""
-    rows: list[dict[str, Any]] = []
-    for index, group in enumerate(groups):
-        values = {name: spread([run.costs[name] for run in group.runs]) for name in COSTS}
-        rounds = spread([run.rounds.height for run in group.runs])[0]
-        rows.append({"index": index, "group": group, "rounds": rounds, **values})
-    most_bytes = max((row[name][0] or 0 for row in rows for name in ("bytes_up", "bytes_down")), default=0)
-    most_seconds = max((row["seconds"][0] or 0 for row in rows), default=0)
-    for row in rows:
-        largest = {"bytes_up": most_bytes, "bytes_down": most_bytes, "seconds": most_seconds}
-        row["share"] = {name: (row[name][0] or 0) / top if top else 0 for name, top in largest.items()}
-    return rows
-
-
-def _stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
-    """Mean seconds of each timed stage, and of a round, a column for each group."""
-
-    def of(run: Run, name: str) -> float | None:
-        value = run.result.timings.get(name)
-        return float(value) if isinstance(value, int | float) else None
-
-    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.result.timings)
-    rows = [(name, [spread([of(run, name) for run in group.runs])[0] for group in groups]) for name in names]
-    rows.append(("a round", [spread([run.costs["seconds_per_round"] for run in group.runs])[0] for group in groups]))
-    return [row for row in rows if any(value is not None for value in row[1])]
-
-
-def _faults(group: Group) -> dict[str, tuple[float | None, float | None]]:
-    """What became of the clients that were sampled: counts of a run with their spread, none where none can fail."""
-    counts = [run.result.faults for run in group.runs if run.result.faults]
-    return {name: spread([of.get(name) for of in counts]) for name in words.FAULTS} if counts else {}
+    x, mean, std = (points[name].to_list() for name in ("round", "loss", "std"))
+    return Series(index, group.label, x, mean, std, [run.folder for run in group.runs])
 
 
 def _ledger(group: Group) -> list[dict[str, Any]]:

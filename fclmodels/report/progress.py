@@ -1,6 +1,7 @@
 """What the monitors `accuracy` and `drift` saw, round by round; means over seeds, of the runs that had them on."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -86,12 +87,14 @@ def _drift(index: int, group: Group) -> Series:
     x: list[float] = []
     mean: list[float | None] = []
     std: list[float | None] = []
+    runs: dict[Path, None] = {}
     for of_task in pl.concat(tables).sort("task").partition_by("task"):
         line = _series(index, group, of_task, "x")
         x += [*line.x, line.x[-1]]
         mean += [*line.mean, None]
         std += [*line.std, None]
-    return Series(index, group.label, x, mean, std)
+        runs |= dict.fromkeys(line.runs)
+    return Series(index, group.label, x, mean, std, [*runs])
 
 
 def _bounds(group: Group) -> list[tuple[int, tuple[float | None, float | None], tuple[float | None, float | None]]]:
@@ -110,7 +113,8 @@ def _largest(run: Run) -> pl.DataFrame:
 
 
 def _series(index: int, group: Group, points: pl.DataFrame, x: str) -> Series:
-    """Mean and spread over runs at each place."""
+    """Mean and spread at each place, over the runs (`run`: which of the group's) that have something there."""
     by_x = points.group_by(x).agg(pl.col("value").sort()).sort(x)
     values = [spread(values) for values in by_x["value"].to_list()]
-    return Series(index, group.label, by_x[x].to_list(), [mean for mean, _ in values], [std for _, std in values])
+    runs = [group.runs[number].folder for number in points["run"].unique().sort()]
+    return Series(index, group.label, by_x[x].to_list(), [mean for mean, _ in values], [std for _, std in values], runs)

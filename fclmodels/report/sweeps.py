@@ -82,7 +82,8 @@ def _chart(sweep: Sweep, reading: str) -> Scatter | None:
         (x, x_std), (y, y_std) = (_percent(spread([of.get(name) for of in metrics])) for name in ("bwt", "acc"))
         if x is None or y is None:
             return None
-        points.append(Point(value, shades.get(value), (x, x_std), (y, y_std)))
+        folders = [run.folder for run in group.runs]
+        points.append(Point(value, shades.get(value), (x, x_std), (y, y_std), folders))
     return scatter(words.title(reading, batch_size(sweep.groups.values())), points, "BWT, points", "ACC, %")
 
 
