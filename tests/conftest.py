@@ -4,8 +4,12 @@ import importlib.util
 import ipaddress
 import json
 import os
+import re
+import shutil
 import socket
+import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +122,51 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Step, "run", noted)
     return done
+
+
+class Browser:
+    """Headless Chromium over chromedriver's HTTP (W3C WebDriver)."""
+
+    def __init__(self, address: str, binary: str) -> None:
+        self.address = f"{address}/session"
+        options = {"binary": binary, "args": ["--headless", "--no-sandbox", "--disable-gpu"]}
+        capabilities = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
+        self.address += f"/{self.ask('', capabilities=capabilities)['sessionId']}"
+
+    def ask(self, command: str, method: str = "POST", **content: Any) -> Any:
+        data = json.dumps(content).encode() if method == "POST" else None
+        request = urllib.request.Request(f"{self.address}{command}", data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, url: str) -> None:
+        self.ask("/url", url=url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What a script that ends with `return` gives."""
+        return self.ask("/execute/sync", script=script, args=arguments)
+
+    def click(self, xpath: str) -> None:
+        (element,) = self.ask("/element", using="xpath", value=xpath).values()
+        self.ask(f"/element/{element}/click")
+
+    def press(self, key: str) -> None:
+        """On whatever has the focus."""
+        presses = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self.ask("/actions", actions=[{"type": "key", "id": "keyboard", "actions": presses}])
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("chromium or chromedriver is not installed")
+    with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = next(
+            found[1] for line in server.stdout if (found := re.search(r"started successfully on port (\d+)", line))
+        )
+        opened = Browser(f"http://127.0.0.1:{port}", binary)
+        yield opened
+        opened.ask("", "DELETE")
+        server.terminate()

@@ -6,11 +6,11 @@ Its one script sorts tables (sort.js), named to the browser by its digest; witho
 import os
 from base64 import b64encode
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -26,6 +26,9 @@ from fclmodels.report.numbers import duration, number, percent, points, size
 from fclmodels.report.paired import pairs
 from fclmodels.report.runs import Group, Run, batch_size, grouped, read_runs
 from fclmodels.report.tables import compare, ledger, readings, spread
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 HERE = Path(__file__).parent
 LOSS_POINTS = 120  # a loss curve is averaged down to this many
@@ -43,6 +46,18 @@ def write_page(folders: Sequence[Path | str], path: Path) -> None:
 
 def page(folders: Sequence[Path | str], place: Path | None = None) -> str:
     """The HTML text that compares the runs in these folders; it links to them from the place where it will lie."""
+    templates, groups = _environment(), grouped(read_runs(folders))
+    script = templates.get_template("sort.js").render()
+    return templates.get_template("page.html.j2").render(
+        _content(groups),
+        digest=b64encode(sha256(script.encode()).digest()).decode(),
+        made_by=partial(made_by, groups),
+        links={run.folder: _link(run.folder, place) for group in groups for run in group.runs},
+    )
+
+
+@cache
+def _environment() -> "Environment":
     import jinja2
 
     environment = jinja2.Environment(
@@ -52,15 +67,8 @@ def page(folders: Sequence[Path | str], place: Path | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {name.__name__: name for name in (percent, points, number, size, duration)}
-    script = environment.get_template("sort.js").render()
-    groups = grouped(read_runs(folders))
-    return environment.get_template("page.html.j2").render(
-        _content(groups),
-        digest=b64encode(sha256(script.encode()).digest()).decode(),
-        made_by=partial(made_by, groups),
-        links={run.folder: _link(run.folder, place) for group in groups for run in group.runs},
-    )
+    environment.globals |= {show.__name__: show for show in (percent, points, number, size, duration)}
+    return environment
 
 
 def made_by(groups: Sequence[Group], folders: Sequence[Path]) -> list[tuple[int, list[tuple[int, int]]]]:

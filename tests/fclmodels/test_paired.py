@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from fclmodels.report.paired import interval, pairs
+from fclmodels.report.paired import interval, pairs, pairs_by_task
 
 
 def group(values: dict[int, float | None], splits: str = "a") -> Any:
@@ -46,3 +46,23 @@ def test_the_interval_is_that_of_scipy_up_to_chance() -> None:
 )
 def test_fewer_than_three_pairs_say_nothing(other: Any) -> None:
     assert pairs([group({0: 0.1, 1: 0.1, 2: 0.1}), other], "task_aware") == []
+
+
+def test_tasks_are_paired_one_by_one() -> None:
+    """A matrix has a row more than tasks; its last one counts, where it is defined."""
+
+    def of(final: dict[int, list[float]]) -> Any:
+        made = group(dict.fromkeys(final, 0.0))
+        for run, accuracies in zip(made.runs, final.values(), strict=True):
+            run.matrices = {"task_aware": np.array([[9.0] * len(accuracies), accuracies])}
+        return made
+
+    first = of({0: [0.1, 0.5], 1: [0.2, 0.5], 2: [0.3, 0.5]})
+    better = of({0: [0.2, 0.5], 1: [0.4, 0.5], 2: [0.6, np.nan]})
+    shorter = of({0: [0.0], 1: [0.1], 2: [0.2]})
+    (task, other), second = pairs_by_task([first, better, shorter], "task_aware")
+    assert (task.group, task.seeds, task.mean) == (1, 3, pytest.approx(0.2))
+    assert (task.low, task.high) == pytest.approx(interval(np.array([0.1, 0.2, 0.3])))
+    assert other.group == 2
+    assert (other.mean, other.low, other.high) == pytest.approx((-0.1, -0.1, -0.1))
+    assert second == []  # two seeds are too few, and the third method has one task

@@ -1,6 +1,9 @@
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -23,7 +26,9 @@ from fclmodels.report import (
     write_page,
 )
 from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP, Series, line_chart, ticks, ticks_above
-from fclmodels.report.html import duration, number, percent, size
+from fclmodels.report.costs import against_accuracy
+from fclmodels.report.numbers import duration, number, percent, points, size
+from fclmodels.report.paired import interval
 from fclmodels.report.runs import grouped
 from fclmodels.report.tables import ledger, spread
 
@@ -391,7 +396,7 @@ def test_page_shows_which_task_was_taken_for_which(predicting):
     # seed 0: (80 + 50) / 2 = 65 predicted right, seed 1: 87.5; their mean and deviation 22.5 / sqrt(2)
     caption = " ".join(re.sub("<.*?>", " ", re.search("<caption>(.*?)</caption>", section)[1]).split())
     assert caption == "Task predicted 76.2 ± 15.9 % right, n = 2"
-    assert section.count("fedprotip") == 1
+    assert re.findall(r"<h3>.*?<span>(.*?)</span>", section) == ["fedprotip"]
     assert "fedavg" not in section
 
 
@@ -516,10 +521,18 @@ def test_no_folders_at_all(given, tmp_path):
 # the page
 
 
-def test_page_is_well_formed_and_needs_no_network_and_no_script(text):
+def test_page_is_well_formed_and_needs_no_network(text):
     parsed = Tables(text)
     assert not re.search(r"https?://|\bsrc=|@import|url\(|javascript:", text)
-    assert not parsed.tags & {"script", "iframe", "link", "img", "object", "form", "base"}
+    assert not parsed.tags & {"iframe", "link", "img", "object", "form", "base"}
+
+
+def test_the_only_script_is_the_one_that_the_page_names_by_its_digest(text):
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'\"" in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"<script\s|\son\w+=", text)
 
 
 def test_page_shows_the_comparison(folders, text):
@@ -573,6 +586,90 @@ def test_what_is_not_comparable_is_said(tmp_path):
     assert "not run with the same seeds" in text
     assert "different versions of" in text
     assert "Made on" not in page(folders[:1])
+
+
+def test_methods_stand_side_by_side_on_each_task_with_their_differences_seed_by_seed(folders, text):
+    shown = next(rows for rows in Tables(text).tables if rows[0] == ["Method", "1", "2", "3"])
+    ends = {"fedavg": [], "fedprotip": [], "joint": []}
+    for folder in folders:
+        table = pl.read_parquet(folder / "accuracy.parquet")
+        last = table.filter(pl.col("reading") == "task_aware", pl.col("after") == 3, pl.col("client").is_null())
+        ends[folder.name[:-2]].append(
+            last.sort("task").select(pl.col("correct") / pl.col("total")).to_series().to_numpy()
+        )
+    means = {method: np.mean(of_seeds, axis=0) for method, of_seeds in ends.items()}
+    assert [cells[0] for cells in shown[1:]] == ["fedavg", "fedprotip", "joint", "less fedavg", "fedprotip", "joint"]
+    differences = [means[method] - means["fedavg"] for method in ("fedprotip", "joint")]
+    for cells, expected in zip(shown[1:4] + shown[5:], [*means.values(), *differences], strict=True):
+        assert [int(cell.replace("−", "-")) for cell in cells[1:]] == pytest.approx(100 * expected, abs=0.501)
+    seeds = np.array(ends["joint"])[:, 0] - np.array(ends["fedavg"])[:, 0]
+    low, high = interval(seeds)
+    told = f"joint, task 1: {percent(seeds.mean())}, {percent(low)} to {percent(high)} points, n = 3"
+    assert re.search(rf'class="(better|worse)( clear)?"[^>]*title="{re.escape(told)}"', text)[2] == (
+        " clear" if low > 0 or high < 0 else None
+    )
+
+
+# the runs behind it
+
+
+class Anchors(HTMLParser):
+    """What can be linked to, what is linked, and the texts of a page's figures with their links."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.figures = set(), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids |= {attributes.get("id")}
+        if tag in ("figure", "table") and (tag == "figure" or "matrix" in attributes.get("class", "")):
+            self.figures.append([])
+        if tag == "a":
+            self.links.append(attributes["href"])
+        if tag == "a" and "class" not in attributes and self.figures:
+            self.figures[-1].append(attributes["href"])
+
+
+def test_each_figure_leads_to_the_runs_that_it_is_made_of(tmp_path, folders):
+    seen = [row("rho", task, 0.5, 0) for task in range(3)]
+    watched = monitored(tmp_path / "fot-7", "fot", 7, seen)
+    text = page([*folders[:6], watched])
+    anchors = Anchors(text)
+    assert all(anchors.figures)
+    assert {link[1:] for link in anchors.links if link.startswith("#")} <= anchors.ids
+    places = {f"#run-{number}": folder for number, folder in enumerate([*folders[3:6], watched, *folders[:3]])}
+    for place, folder in places.items():
+        told = text.partition(f'id="{place[1:]}"')[2].partition("</tr>")[0]
+        assert str(folder) in told
+        assert f"<code>fcl run --method {folder.name[:-2]} --seed {folder.name[-1]} --out {folder}</code>" in told
+    rho = text.partition('aria-label="ρ')[2].partition("</figure>")[0]
+    assert re.findall(r'from (\d+) run|href="(#run-\d)">(\d)<', rho) == [("1", "", ""), ("", "#run-3", "7")]
+
+
+def test_run_folders_are_linked_from_where_the_page_lies(tmp_path):
+    folder = write_run(tmp_path / "runs" / "a b?#", tasks=2, rounds=1)
+    file = tmp_path / "report" / "index.html"
+    write_page([folder], file)
+    outward = [link for link in Anchors(file.read_text("utf-8")).links if not link.startswith("#")]
+    assert outward == ["../runs/a%20b%3F%23/"]
+    assert (file.parent / unquote(outward[0]) / "result.json").is_file()
+    assert all(link.startswith("#") for link in Anchors(page([folder])).links)
+
+
+def test_accuracy_is_drawn_against_what_it_costs(folders):
+    known = {folder: json.loads((folder / "result.json").read_text()) for folder in folders}
+    by_bytes, by_seconds, *_ = against_accuracy(grouped(read_runs(folders)))
+    assert [spot.index for spot in by_bytes.spots] == [0, 1]  # joint sends nothing
+    assert by_bytes.runs == tuple(folders[3:])
+    assert by_seconds.runs == (*folders[3:], *folders[:3])
+    fedavg = [known[folder] for folder in folders[3:6]]
+    acc = 100 * np.mean([result["metrics"]["task_aware"]["acc"] for result in fedavg])
+    seconds = np.mean([result["seconds"] for result in fedavg])
+    assert by_seconds.spots[0].text == f"fedavg: ACC {acc:.1f} %, {seconds:.1f} s"
+    assert len(by_seconds.spots[0].near) == 3
+    assert against_accuracy(grouped(read_runs(folders[3:6]))) == []  # nothing to compare
 
 
 def test_privacy_ledger_says_who_needs_single_replies(text):
@@ -701,7 +798,7 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     assert "An oracle of the simulation" in text
     assert "fedavg, 1: 50.0" not in text
     legend = text.partition('id="monitors"')[2].partition("</ul>")[0]
-    assert re.findall(r"<span>(\w+)</span></span> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
+    assert re.findall(r"<span>(\w+)</span></a> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
 
 
 def test_conflicts_between_gradients_are_shown_below_zero_and_above_one(tmp_path, folders):
@@ -736,7 +833,7 @@ def test_what_was_seen_round_by_round_is_shown_with_its_bound(tmp_path, folders)
     parsed = Tables(text)
     assert parsed.headed("Its bound") == [[["Task", "Largest drift", "Its bound"], ["3", "1", "8"]]]
     assert text.index("While task 2 is learned") < text.index("<summary>Later tasks") < text.index("While task 3")
-    assert text.count("</details>") == text.count("<details>")
+    assert text.count("</details>") == text.count("<details")
     assert "<title>fot, 6: 50.0</title>" in text
     assert "nothing was tuned or stopped by it" in text
 
@@ -823,7 +920,7 @@ def test_nothing_from_a_file_becomes_markup(tmp_path):
         ),
     )(folder)
     text = page([folder])
-    assert "script" not in Tables(text).tags
+    assert text.count("<script") == 1
     assert "<b>run" not in text
     assert "&lt;script&gt;alert(" in text
     assert "{{ 7 * 7 }}" in text
@@ -901,6 +998,10 @@ def test_a_line_keeps_its_place_and_breaks_where_values_are_missing():
         (percent, -0.05, "−5.0"),
         (percent, -0.0001, "0.0"),
         (percent, 1.0, "100.0"),
+        (points, 0.126, "+13"),
+        (points, -0.126, "−13"),
+        (points, -0.001, "0"),
+        (points, 0.1, "+10"),
         (number, -0.0123456, "−0.0123"),
         (number, 12345.6, "12,346"),
         (number, 2e6, "2e+06"),
@@ -925,3 +1026,39 @@ def test_page_shows_differences_seed_by_seed_from_three_seeds_on(tmp_path):
         write_run(folder, method=method, seed=int(seed))
     assert "Seed by seed" in page(folders)
     assert "Seed by seed" not in page(folders[:4])
+
+
+@pytest.mark.browser
+def test_a_click_or_a_key_on_a_columns_head_sorts_the_rows(browser, tmp_path, folders):
+    preset = {
+        "name": "one",
+        "figures": [{"table": "T", "reading": "task_aware", "columns": ["acc"], "rows": {"fot": [1]}}],
+    }
+    path = tmp_path / "index.html"
+    write_page([*folders[3:], write_run(tmp_path / "fot-0", "fot", 0, tasks=3, preset=preset)], path)
+    rows = {row["method"]: row["acc"] for row in comparison([*folders[3:], tmp_path / "fot-0"]).head(3).to_dicts()}
+    browser.open(path.as_uri())
+
+    def state():
+        """The first reading's rows, and how its columns say they are sorted."""
+        body, heads = "const table = document.querySelector('#accuracy table');", "[...table.tHead.rows[0].cells]"
+        names = browser.run(f"{body} return [...table.tBodies[0].rows].map(row => row.cells[0].innerText.trim())")
+        return names, browser.run(f"{body} return {heads}.map(head => head.getAttribute('aria-sort')).filter(s => s)")
+
+    (reading, *before, paper), sorted_by = state()
+    assert (reading, sorted_by, paper[:5]) == ("Task-aware", [], "paper")
+    ascending = sorted(rows, key=rows.__getitem__)
+    assert before not in (ascending, ascending[::-1])
+    browser.click("//section[@id='accuracy']//th/button[contains(., 'ACC')]")
+    assert state() == ([reading, *ascending[::-1], paper], ["descending"])
+    browser.press("\ue007")  # Enter: the focus is on the button
+    assert state() == ([reading, *ascending, paper], ["ascending"])
+    browser.press("\ue007")
+    assert state() == ([reading, *before, paper], [])
+    browser.press("\ue004")  # Tab: to the next head
+    assert browser.run("return document.activeElement.parentElement.innerText").startswith("Avg")
+    browser.click("//section[@id='cost']//th/button[starts-with(., 'Up')]")
+    up = browser.run("return [...document.querySelectorAll('#cost tbody')][0].innerText")
+    sent = {json.loads((f / "result.json").read_text())["method"]: f for f in (*folders[3:], tmp_path / "fot-0")}
+    largest = sorted(sent, key=lambda m: -json.loads((sent[m] / "result.json").read_text())["bytes_up"])
+    assert re.findall(r"^(fot|fedavg|fedprotip)", up, re.MULTILINE) == largest
