@@ -42,14 +42,20 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Chart:
+class Axes:
+    """What every picture has; ticks are places with their texts."""
+
     title: str
     x_label: str
     y_label: str
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
-    curves: tuple[Curve, ...]
     runs: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Chart(Axes):
+    curves: tuple[Curve, ...]
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str, y_ticks: Sequence[float]) -> Chart:
@@ -63,8 +69,8 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str,
         y_label,
         tuple((_across(x, x_range), f"{x:g}") for x in x_ticks),
         tuple((_up(y, y_ticks), minus(f"{y:g}")) for y in y_ticks),
-        tuple(_curve(line, x_range, y_ticks) for line in series),
         _all_of(series),
+        tuple(_curve(line, x_range, y_ticks) for line in series),
     )
 
 
@@ -86,15 +92,9 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Scatter:
-    title: str
-    x_label: str
-    y_label: str
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
+class Scatter(Axes):
     path: str
     dots: tuple[Dot, ...]
-    runs: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def scatter(title: str, points: Sequence[Point], x_label: str, y_label: str) -> 
         y_label,
         tuple((_across(x, x_range), minus(f"{x:g}")) for x in x_ticks),
         tuple((_up(y, y_ticks), minus(f"{y:g}")) for y in y_ticks),
+        _all_of(points),
         f"M{joined}" if joined else "",
         dots,
-        _all_of(points),
     )
 
 

@@ -18,7 +18,6 @@ from fclmodels.report.runs import TABLES, Group, Run
 Tree = Any
 Found = tuple[str, int, np.ndarray, np.ndarray]  # where it goes on, label, mu, sigma^2
 
-FEWEST = 3  # prototypes, below which a plane says nothing
 MOST_LABELS = 40
 
 
@@ -54,8 +53,8 @@ def used_shares(run: Run) -> pl.DataFrame:
 
 def prototypes(groups: Sequence[Group]) -> list[Plane]:
     """Of the first run of each group whose server knows some: another seed has other features."""
-    found = [(group, of_run) for group in groups if len(of_run := prototypes_of(group.runs[0])) >= FEWEST]
-    return [_plane(group, of_run) for group, of_run in found]
+    found = [(group, prototypes_of(group.runs[0])) for group in groups]
+    return [_plane(group, of_run) for group, of_run in found if _span_a_plane([of.mu for of in of_run])]
 
 
 def prototypes_of(run: Run) -> list[Prototype]:
@@ -112,6 +111,12 @@ def _plane(group: Group, found: Sequence[Prototype]) -> Plane:
     run = group.runs[0]
     title = f"{group.label}, seed {run.result.seed}"
     return like_a_map(title, spots, f"across: {across} of the means’ variance", f"up: {up} of it", [run.folder])
+
+
+def _span_a_plane(mu: Sequence[np.ndarray]) -> bool:
+    """Not so where there are two or fewer, or where training has diverged."""
+    points = np.array(mu)
+    return bool(len(points) and np.isfinite(points).all() and np.linalg.matrix_rank(points - points.mean(0)) > 1)
 
 
 def _spot(of: Prototype, x: float, y: float, directions: np.ndarray, count: int) -> Spot:

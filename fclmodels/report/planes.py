@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP, minus, ticks, ticks_around
+from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP, Axes, minus, ticks, ticks_around
 
 MOST_TICKS = 6
 ROOM = 1.05  # on either side of a logarithmic axis
@@ -26,16 +26,10 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Plane:
+class Plane(Axes):
     """Spots are in the picture's coordinates."""
 
-    title: str
-    x_label: str
-    y_label: str
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
     spots: tuple[Spot, ...]
-    runs: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,8 @@ def against_cost(
         "ACC, %",
         tuple((across(x), show(x)) for x in x_ticks),
         tuple((up(y), minus(f"{y:g}")) for y in y_ticks),
-        tuple(_moved(spot, across, up) for spot in spots),
         tuple(runs),
+        tuple(_moved(spot, across, up) for spot in spots),
     )
 
 
@@ -86,8 +80,8 @@ def like_a_map(title: str, spots: Sequence[Spot], x_label: str, y_label: str, ru
         y_label,
         tuple((across(x), minus(f"{x:g}")) for x in ticks(middle - half, middle + half)),
         tuple((up(y), minus(f"{y:g}")) for y in ticks(low, high, most=5)),
-        tuple(_moved(spot, across, up) for spot in spots),
         tuple(runs),
+        tuple(_moved(spot, across, up) for spot in spots),
     )
 
 

@@ -89,6 +89,24 @@ def test_knowledge_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         used_shares(run)
 
 
+@pytest.mark.parametrize(
+    ("mu", "planes"),
+    [
+        ([[0, 0], [1, 0], [0, 1]], 1),
+        ([[0, 0], [1, 1], [2, 2]], 0),
+        ([[0, 0], [0, 1]], 0),
+        ([[0, 0], [1, 0], [0, np.nan]], 0),
+    ],
+    ids=["plane", "line", "two", "diverged"],
+)
+def test_what_lies_on_no_plane_is_not_drawn(mu: list[list[float]], planes: int, tmp_path: Path) -> None:
+    of: dict[str, Any] = {"mu": torch.tensor(mu, dtype=torch.float64), "labels": torch.arange(len(mu))}
+    of |= {"sigma2": of["mu"] * 0, "known": of["labels"] >= 0}
+    state.save({"prototypes": of}, tmp_path / "knowledge" / "task-00.safetensors")
+    run: Any = SimpleNamespace(folder=tmp_path, result=SimpleNamespace(seed=0))
+    assert len(prototypes([Group("pip", (run,))])) == planes
+
+
 # the plane of prototypes
 
 

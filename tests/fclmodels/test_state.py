@@ -65,6 +65,14 @@ def plain(tree: Tree) -> Any:
     return (type(tree).__name__, repr(tree))
 
 
+def with_shapes(tree: Tree) -> Tree:
+    if isinstance(tree, dict):
+        return {key: with_shapes(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [with_shapes(value) for value in tree]
+    return tuple(tree.shape) if isinstance(tree, Tensor) else tree
+
+
 def reordered(tree: Tree) -> Tree:
     if isinstance(tree, dict):
         return {key: reordered(value) for key, value in reversed(tree.items())}
@@ -95,6 +103,7 @@ def test_a_tree_comes_back_whole(tree: Tree, tmp_path_factory: pytest.TempPathFa
     back = state.load(file)
     assert plain(back) == plain(tree)
     assert state.digest(back) == state.digest(tree)
+    assert state.flatten(state.shapes(file))[0] == state.flatten(with_shapes(tree))[0]
 
 
 @given(tree=TREES)
