@@ -96,7 +96,7 @@ def _content(groups: Sequence[Group]) -> dict[str, Any]:
         "facts": _facts(runs, common),
         "notes": _notes(groups),
         "tables": [_table(comparison, groups, reading) for reading in readings(groups)],
-        "by_task": [of for reading in readings(groups) if len((of := by_task(groups, reading))["rows"]) > 1],
+        "by_task": [m for reading in readings(groups) if len((m := by_task(groups, reading))["rows"]) > 1],
         "pairs": [(words.title(r, batch_size(groups)), of) for r in readings(groups) if (of := pairs(groups, r))],
         "curves": [_curve(groups, reading) for reading in readings(groups)],
         "sweeps": sweeps.charts(groups),
