@@ -1,4 +1,7 @@
-"""`fcl status`: what of the experiment in the settings is there, what runs, and what is of other settings or code."""
+"""`fcl status`: what of the experiment in the settings is there, what runs, and what is of other settings or code.
+
+And of the stream that goes on: what it is at, which versions are champion and challenger, what has arrived.
+"""
 
 import fcntl
 import json
@@ -6,13 +9,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowClient
+
+from fclmodels.data.growing import GrowingStream
+from fclmodels.data.incoming import MARKER, arrived, not_taken
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.params import flat, load
 from fclmodels.settings import Params
 from flows.environment import HOME
+from flows.stream import known_by
+from tasks.arrivals import STREAMS
 from tasks.data import PREPARED, SPLITS, Origin, existing_splits, origin_of_prepared, origin_of_splits
-from tasks.tracking import identity_of
+from tasks.registry import GATE, TASKS, by_alias, gated
+from tasks.tracking import database_is_there, identity_of
 
 CHOSEN = ("federation.executor", "federation.workers", "federation.threads", "device")  # what `auto` may become
 NAMED = 4  # settings that differ
@@ -32,6 +42,37 @@ def states(params: Params, file: Path, overrides: Sequence[str] = ()) -> Iterato
             else:
                 found = _of_run(load(file, overrides, method), method, seed, folder, splits)
             yield {"what": str(folder), **found}
+    yield from of_stream(params)
+
+
+def of_stream(params: Params) -> Iterator[dict[str, Any]]:
+    """A row for the stream, for its champion and challenger, and for each arrival that it has not taken in."""
+    name, incoming = params.arrivals.name, params.arrivals.incoming
+    growing = GrowingStream(STREAMS / name)
+    parts = growing.parts
+    coming = [arrival for arrival in arrived(incoming) if not growing.has(arrival)]
+    left = list(not_taken(incoming))
+    if not (parts or coming or left):
+        return
+    versions, registered = {}, 0
+    if database_is_there(params.tracking.uri):
+        client = MlflowClient(params.tracking.uri)
+        versions = by_alias(client, name)
+        keys = (known_by(params, parts[: part.number])[1] for part in parts)
+        registered = sum(gated(client, name, key) for key in keys)
+    if _held(HOME / "locks" / f"stream-{name}"):
+        state = "running"
+    else:
+        state = "not begun" if not parts else "done" if registered == len(parts) else "stopped"
+    yield {"what": f"streams/{name}", **_row(state, None, f"{registered} of {len(parts)} tasks registered")}
+    for alias, version in versions.items():
+        why = version.tags.get(GATE, "").partition("; ")[2] or None
+        row = _row(f"version {version.version}", why, f"{version.tags[TASKS]} tasks learned")
+        yield {"what": f"models:/{name}@{alias}", **row}
+    for arrival in coming:
+        yield {"what": str(arrival.folder), **_row("waiting")}
+    for folder, reason in left:
+        yield {"what": str(folder), **_row("set aside" if reason else "not complete", reason or f"has no {MARKER} yet")}
 
 
 def _of_data(folder: Path, origin: Origin) -> dict[str, Any]:

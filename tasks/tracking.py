@@ -6,7 +6,6 @@ All goes through MlflowClient with the run's id, in batches; there is no active 
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +42,7 @@ class Tracking:
         self.client = client
         self.columns = COLUMNS + FAULTS * faults
         self.id: str = run.info.run_id
+        self.began: int = run.info.start_time  # the time of all metrics: logged again after a kill, they are the same
         self.complete: bool = run.info.status == "FINISHED"
         self.failed_before: bool = ERROR in run.data.tags
         self.learned = int(run.data.tags.get(LEARNED, -1))
@@ -68,15 +68,16 @@ class Tracking:
         """The rounds of the last task, and the metrics of all tasks so far; once, also when the run is resumed."""
         if learned <= self.learned:
             return
-        now = time.time_ns() // 1_000_000
         trained = rounds.select("step", *self.columns)
-        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
+        metrics = [Metric(name, value, self.began, step) for step, name, value in _of_rounds(trained)]
         for reading, values in summary.items():
-            metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
+            metrics += [Metric(f"{reading}/{n}", v, self.began, learned) for n, v in values.items() if v is not None]
         if monitored is not None:
             last = monitored.filter(pl.col("task") == learned - 1)
             first = rounds["step"][0]
-            metrics += [Metric(name, value, now, step) for step, name, value in _of_monitors(last, first, learned)]
+            metrics += [
+                Metric(name, value, self.began, step) for step, name, value in _of_monitors(last, first, learned)
+            ]
         for start in range(0, len(metrics), 10 * BATCH):
             self.client.log_batch(self.id, metrics=metrics[start : start + 10 * BATCH])
         self._learned(learned)
@@ -119,13 +120,12 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) 
         return
     from tasks.tracked_artifacts import log_artifacts  # draws and packs: only where there is something to log
 
-    now = time.time_ns() // 1_000_000
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
-    metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
+    metrics = [Metric(f"total/{n}", v, tracking.began, 0) for n, v in totals.items()]
     if "rounds_to_best" in result:
-        metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], now, 0))
+        metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], tracking.began, 0))
     if "privacy" in result:
-        metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
+        metrics.append(Metric("epsilon", result["privacy"]["epsilon"], tracking.began, 0))
     tags = [RunTag(name, text) for name, text in _tags(result).items()]
     tracking.client.log_batch(tracking.id, metrics=metrics, tags=tags)
     log_artifacts(tracking.client, tracking.id, folder)
@@ -141,13 +141,19 @@ def identity_of(experiment: Experiment) -> str:
 
 def set_up(uri: str) -> None:
     """A database that is not there is made beside its place: MLflow refuses what a kill leaves of one half-made."""
-    database = make_url(uri).database if uri.startswith("sqlite:") else None
-    if not database or Path(database).exists():
+    if database_is_there(uri):
         return
+    database = str(make_url(uri).database)
     unfinished = Path(f"{database}.new")
     unfinished.unlink(missing_ok=True)
     MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
     unfinished.replace(database)
+
+
+def database_is_there(uri: str) -> bool:
+    """False for a file that MLflow would make when it is asked anything."""
+    database = make_url(uri).database if uri.startswith("sqlite:") else None
+    return not database or Path(database).exists()
 
 
 def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: TrackingSettings) -> str:
@@ -161,7 +167,7 @@ def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: T
 def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) -> Run:
     identity = identity_of(experiment)
     found = client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
-    if found:
+    if found and found[0].inputs and found[0].inputs.dataset_inputs:
         return found[0]
     params = experiment.params
     tags = {
@@ -172,7 +178,7 @@ def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) ->
         "splits": experiment.splits.digest,
         **origin(),
     }
-    run = client.create_run(experiment_id, run_name=experiment.label, tags=tags)
+    run = found[0] if found else client.create_run(experiment_id, run_name=experiment.label, tags=tags)
     client.log_inputs(run.info.run_id, [_dataset(experiment)])
     return run
 
@@ -188,7 +194,9 @@ def origin() -> dict[str, str]:
     """Where the run comes from: the commit, and the DVC stage that started it."""
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", ""), "dvc.experiment": os.environ.get("DVC_EXP_NAME", "")}
     if git := shutil.which("git"):
-        asked = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            [git, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False
+        )
         tags["mlflow.source.git.commit"] = asked.stdout.strip()
     return {name: value for name, value in tags.items() if value}
 
