@@ -75,8 +75,8 @@ def serve(cron: str, params: Path, overrides: Sequence[str], quiet: bool) -> Non
         parameters={"params": params, "overrides": list(overrides), "quiet": quiet},
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    tell(f"{name}: looks for arrivals at {cron} (UTC); Ctrl-C ends it", quiet)
     with suppress(KeyboardInterrupt):
+        tell(f"{name}: looks for arrivals at {cron} (UTC); Ctrl-C ends it", quiet)
         asyncio.run(clock.start())
 
 

@@ -42,7 +42,7 @@ class Tracking:
         self.client = client
         self.columns = COLUMNS + FAULTS * faults
         self.id: str = run.info.run_id
-        self.began: int = run.info.start_time  # the time of all metrics: logged again after a kill, they are the same
+        self.began: int = run.info.start_time  # of all metrics: those that are logged again after a kill are the same
         self.complete: bool = run.info.status == "FINISHED"
         self.failed_before: bool = ERROR in run.data.tags
         self.learned = int(run.data.tags.get(LEARNED, -1))
@@ -68,16 +68,15 @@ class Tracking:
         """The rounds of the last task, and the metrics of all tasks so far; once, also when the run is resumed."""
         if learned <= self.learned:
             return
+        now = self.began
         trained = rounds.select("step", *self.columns)
-        metrics = [Metric(name, value, self.began, step) for step, name, value in _of_rounds(trained)]
+        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
         for reading, values in summary.items():
-            metrics += [Metric(f"{reading}/{n}", v, self.began, learned) for n, v in values.items() if v is not None]
+            metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
         if monitored is not None:
             last = monitored.filter(pl.col("task") == learned - 1)
             first = rounds["step"][0]
-            metrics += [
-                Metric(name, value, self.began, step) for step, name, value in _of_monitors(last, first, learned)
-            ]
+            metrics += [Metric(name, value, now, step) for step, name, value in _of_monitors(last, first, learned)]
         for start in range(0, len(metrics), 10 * BATCH):
             self.client.log_batch(self.id, metrics=metrics[start : start + 10 * BATCH])
         self._learned(learned)
@@ -120,12 +119,13 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) 
         return
     from tasks.tracked_artifacts import log_artifacts  # draws and packs: only where there is something to log
 
+    now = tracking.began
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
-    metrics = [Metric(f"total/{n}", v, tracking.began, 0) for n, v in totals.items()]
+    metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
     if "rounds_to_best" in result:
-        metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], tracking.began, 0))
+        metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], now, 0))
     if "privacy" in result:
-        metrics.append(Metric("epsilon", result["privacy"]["epsilon"], tracking.began, 0))
+        metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
     tags = [RunTag(name, text) for name, text in _tags(result).items()]
     tracking.client.log_batch(tracking.id, metrics=metrics, tags=tags)
     log_artifacts(tracking.client, tracking.id, folder)
@@ -141,19 +141,13 @@ def identity_of(experiment: Experiment) -> str:
 
 def set_up(uri: str) -> None:
     """A database that is not there is made beside its place: MLflow refuses what a kill leaves of one half-made."""
-    if database_is_there(uri):
+    database = make_url(uri).database if uri.startswith("sqlite:") else None
+    if not database or Path(database).exists():
         return
-    database = str(make_url(uri).database)
     unfinished = Path(f"{database}.new")
     unfinished.unlink(missing_ok=True)
     MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
     unfinished.replace(database)
-
-
-def database_is_there(uri: str) -> bool:
-    """False for a file that MLflow would make when it is asked anything."""
-    database = make_url(uri).database if uri.startswith("sqlite:") else None
-    return not database or Path(database).exists()
 
 
 def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: TrackingSettings) -> str:

@@ -1,8 +1,6 @@
 """The stream that goes on: nothing is done twice, a kill changes nothing, and the gate says who is the champion."""
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Step
 from fclmodels.params import load
 from fclmodels.store import Store
-from tasks.locking import locked
 
 TASK_1 = ["learn 0", "conclude 0", "evaluate 1", "judge 1"]
 TASK_2 = ["learn 1", "conclude 1", "evaluate 2", "judge 2"]
@@ -215,31 +212,6 @@ def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     ]
     assert steps.count("learn 0") == steps.count("learn 1") == 1
     assert aliases(project) == {"task-01": "3", "task-02": "4", "champion": "4", "challenger": "3"}
-
-
-@pytest.mark.slow
-def test_two_at_once_exclude_each_other_with_a_message(
-    night: Callable, fcl: Fcl, drop: Drop, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drop("first", 0, 1)
-    order: list[str] = []
-    begun = threading.Event()
-
-    def other() -> None:
-        with locked(Path(".fcl/locks/stream-arrivals")):
-            begun.set()
-            time.sleep(2)
-            order.append("the other ended")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert begun.wait(10)
-    assert fcl("stream", *ANY) == 0
-    order.append("this one ended")
-    thread.join()
-    assert order == ["the other ended", "this one ended"]
-    assert "arrivals: another fcl stream is at it; waiting" in capsys.readouterr().err.splitlines()
-    assert len(versions(project)) == 1
 
 
 REFUSED = {
