@@ -12,11 +12,12 @@ from prefect.client.orchestration import get_client
 import flows.stream
 import tasks.registry
 from fclmodels.data import growing
-from fclmodels.data.incoming import REASON
+from fclmodels.data.incoming import MARKER, REASON
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Step
 from fclmodels.params import load
 from fclmodels.store import Store
+from tasks.locking import locked
 
 TASK_1 = ["learn 0", "conclude 0", "evaluate 1", "judge 1"]
 TASK_2 = ["learn 1", "conclude 1", "evaluate 2", "judge 2"]
@@ -212,6 +213,38 @@ def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     ]
     assert steps.count("learn 0") == steps.count("learn 1") == 1
     assert aliases(project) == {"task-01": "3", "task-02": "4", "champion": "4", "challenger": "3"}
+
+
+def test_status_tells_what_the_stream_is_at(
+    night: Callable, drop: Drop, fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows() -> dict[str, tuple[str, str | None, str | None]]:
+        capsys.readouterr()
+        assert fcl("status", "--json", *ANY) == 0
+        told = json.loads(capsys.readouterr().out)
+        return {row["what"]: (row["state"], row["why"], row["steps"]) for row in told if "runs/" not in row["what"]}
+
+    before = rows()
+    drop("first", 0, 1)
+    (drop("later", 2, 3) / MARKER).unlink()
+    waits = {
+        "streams/arrivals": ("not begun", None, "0 of 0 tasks registered"),
+        "incoming/first": ("waiting", None, None),
+        "incoming/later": ("not complete", "has no COMPLETE yet", None),
+    }
+    assert rows() == before | waits
+    (drop("broken", 5) / "digit 5" / "3.png").write_bytes(b"no image")
+    night()
+    with locked(project / ".fcl/locks/stream-arrivals"):
+        found = rows()
+    state, reason, _ = found.pop("incoming/broken")
+    assert (state, "unreadable images: 1 (digit 5/3.png" in str(reason)) == ("set aside", True)
+    assert found == before | {
+        "streams/arrivals": ("running", None, "1 of 1 tasks registered"),
+        "models:/arrivals@champion": ("version 1", None, "1 tasks learned"),
+        "incoming/later": waits["incoming/later"],
+    }
+    assert rows()["streams/arrivals"][0] == "done"
 
 
 REFUSED = {
