@@ -44,7 +44,7 @@ from tasks.evaluation import judge, so_far
 from tasks.locking import locked
 from tasks.registry import announce, gated, register
 from tasks.reporting import publish, show_matrix
-from tasks.tracking import Tracking, set_up, track, tracked
+from tasks.tracking import Tracking, asked, set_up, track, tracked
 from tasks.training import begin
 
 Row = dict[str, Any]
@@ -121,8 +121,10 @@ class Line:
         refuse_foreign(self.folder)
         assert isinstance(settings.data, ImageSettings)
         self.growing.refuse_other(settings.data, settings.partition.clients)
-        set_up(settings.tracking.uri)
         self.registry = MlflowClient(settings.tracking.uri)
+        with asked(settings.tracking.uri):
+            set_up(settings.tracking.uri)
+            self.registry.search_registered_models(max_results=1)
 
     def go_on(self) -> Iterator[Row]:
         """Finish what was taken in, then take in and learn one arrival after the other."""

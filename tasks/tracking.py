@@ -93,14 +93,10 @@ class Tracking:
 @contextmanager
 def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> Iterator[Tracking]:
     """The experiment's run: opened or found, and marked as failed where the block fails."""
-    try:
-        with locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
-            set_up(settings.uri)
-            client = MlflowClient(settings.uri)
-            run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
-    except (MlflowException, SQLAlchemyError, OSError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {settings.uri} cannot be used: {reason}") from problem
+    with asked(settings.uri), locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
+        set_up(settings.uri)
+        client = MlflowClient(settings.uri)
+        run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
     tracking = Tracking(client, run, experiment.params.federation.faults.on)
     if not tracking.complete:
         tracking.begin(experiment.settings)
@@ -110,6 +106,16 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
         if not tracking.complete:
             tracking.failed(problem)
         raise
+
+
+@contextmanager
+def asked(uri: str) -> Iterator[None]:
+    """What keeps the store from answering within the block is a mistake in the settings."""
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
 
 
 @task(name="track", task_run_name="{label}: track", cache_policy=NO_CACHE)

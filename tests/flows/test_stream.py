@@ -264,6 +264,16 @@ def test_settings_that_cannot_be_a_streams_are_refused(
     assert not Path("data/streams").exists()
 
 
+def test_a_tracking_server_that_does_not_answer_is_told_of_before_any_work(
+    drop: Drop, fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drop("first", 0, 1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert fcl("stream", *ANY, "--set", "tracking.uri=http://127.0.0.1:9") == 2
+    assert "tracking.uri: http://127.0.0.1:9 cannot be used: " in capsys.readouterr().err
+    assert not Path("data/streams").exists()
+
+
 def test_a_stream_cannot_change_its_clients_on_the_way(
     night: Callable, drop: Drop, fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,9 +28,9 @@ federation: {rounds: 4, executor: serial, threads: 1}
 device: cpu
 arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
 """
-KILLS = 5
+KILLS = 4
 LOCK = Path(".fcl/locks/stream-arrivals")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Arrive = Callable[..., Path]
 Start = Callable[..., "subprocess.Popen[str]"]
 WaitFor = Callable[[Callable[[], Any], Path], Any]

@@ -27,7 +27,7 @@ device: cpu
 arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
 """
 NIGHTLY, OFTEN = "cron: 0 2 * * *", "cron: '* * * * * */20'"  # the sixth field is seconds
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Start = Callable[..., Any]
 Tool = Callable[..., str]
 WaitFor = Callable[[Callable[[], Any], Path], Any]
@@ -145,7 +145,9 @@ def test_the_best_model_of_a_tracking_servers_runs_answers_over_http(
     wait_for(lambda: servers.healthy(uri), tmp_path)
     there = ("--set", f"tracking.uri={uri}")
     for method in ("fedavg", "fedprox"):
-        tool(learned, "fcl", "run", "-m", method, "-q", "--out", str(tmp_path / f"{method}-0"), *there)
+        run_folder = str(tmp_path / f"{method}-0")
+        result = json.loads(tool(learned, "fcl", "run", "-m", method, "-q", "--out", run_folder, "--json", *there))
+        assert result["method"] == method
     compared = json.loads(tool(learned, "fcl", "compare", "--from-mlflow", "--json", *there))
     accuracy = {row["method"]: row["acc"] for row in compared if row["reading"] == "task_agnostic"}
     best = max(accuracy, key=lambda method: accuracy[method])
