@@ -45,7 +45,7 @@ SMALLER = {
     "backbone: cnn": "backbone: mlp",
     "  seeds:\n  - 0\n  - 1": "  seeds:\n  - 0",
 }
-PATIENCE = 300  # seconds, for a machine that does much else
+PATIENCE = 600  # seconds, for a machine that does much else
 
 Fcl = Callable[..., int]
 Start = Callable[..., "subprocess.Popen[str]"]
