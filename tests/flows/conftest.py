@@ -83,6 +83,19 @@ def arrive() -> Arrive:
 
 
 @pytest.fixture(scope="session")
+def stream_settings() -> str:
+    """Of a stream that learns fast, and whose gate lets everything through."""
+    return """
+data: {source: image-folder}
+partition: {kind: iid, clients: 3, val: 0.2}
+model: {backbone: mlp, hidden: 8}
+federation: {rounds: 4, executor: serial, threads: 1}
+device: cpu
+arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
+"""
+
+
+@pytest.fixture(scope="session")
 def clone() -> Callable[[Path], Path]:
     """Copies this project into a folder, as a git repository with a smaller experiment and `fcl` in .bin."""
 

@@ -20,14 +20,6 @@ from mlflow.entities import Run
 from fclmodels.data.incoming import REASON
 from tasks.locking import held, locked
 
-SETTINGS = """
-data: {source: image-folder}
-partition: {kind: iid, clients: 3, val: 0.2}
-model: {backbone: mlp, hidden: 8}
-federation: {rounds: 4, executor: serial, threads: 1}
-device: cpu
-arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
-"""
 KILLS = 4
 LOCK = Path(".fcl/locks/stream-arrivals")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -37,13 +29,13 @@ WaitFor = Callable[[Callable[[], Any], Path], Any]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    return made(tmp_path / "project")
+def project(tmp_path: Path, stream_settings: str) -> Path:
+    return made(tmp_path / "project", stream_settings)
 
 
-def made(folder: Path) -> Path:
+def made(folder: Path, settings: str) -> Path:
     folder.mkdir()
-    (folder / "params.yaml").write_text(SETTINGS)
+    (folder / "params.yaml").write_text(settings)
     return folder
 
 
@@ -62,14 +54,20 @@ def said(folder: Path) -> list[str]:
 
 
 def test_a_stream_killed_at_random_moments_ends_as_if_it_never_was(
-    project: Path, tmp_path: Path, start: Start, server: str, wait_for: WaitFor, arrive: Arrive
+    project: Path,
+    tmp_path: Path,
+    stream_settings: str,
+    start: Start,
+    server: str,
+    wait_for: WaitFor,
+    arrive: Arrive,
 ) -> None:
     def at_work(folder: Path) -> "subprocess.Popen[str]":
         process = start(folder, "fcl", "stream", "--once", PREFECT_API_URL=server)
         wait_for(lambda: held(folder / LOCK) or process.poll() is not None, folder)
         return process
 
-    whole = with_arrivals(made(tmp_path / "whole"), arrive)
+    whole = with_arrivals(made(tmp_path / "whole", stream_settings), arrive)
     undisturbed, begun = at_work(whole), time.monotonic()
     assert undisturbed.wait() == 0, said(whole)
     seconds = time.monotonic() - begun

@@ -18,14 +18,6 @@ from sklearn.datasets import load_digits
 
 from flows import servers
 
-SETTINGS = """
-data: {source: image-folder}
-partition: {kind: iid, clients: 3, val: 0.2}
-model: {backbone: mlp, hidden: 8}
-federation: {rounds: 2, executor: serial, threads: 1}
-device: cpu
-arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
-"""
 NIGHTLY, OFTEN = "cron: 0 2 * * *", "cron: '* * * * * */20'"  # the sixth field is seconds
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Start = Callable[..., Any]
@@ -68,13 +60,13 @@ def test_an_experiment_of_dvc_is_kept_with_its_metrics(learned: Path, tool: Tool
 
 
 @pytest.fixture
-def scheduled(clone: Callable[[Path], Path], tmp_path: Path) -> Path:
+def scheduled(clone: Callable[[Path], Path], stream_settings: str, tmp_path: Path) -> Path:
     """A clone whose deployment is due every twenty seconds."""
     folder = clone(tmp_path / "clone")
     deployment = (folder / "prefect.yaml").read_text()
     assert NIGHTLY in deployment
     (folder / "prefect.yaml").write_text(deployment.replace(NIGHTLY, OFTEN))
-    (folder / "params.yaml").write_text(SETTINGS)
+    (folder / "params.yaml").write_text(stream_settings)
     (folder / "home").mkdir()
     return folder
 
