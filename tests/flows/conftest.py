@@ -92,6 +92,7 @@ model: {backbone: mlp, hidden: 8}
 federation: {rounds: 4, executor: serial, threads: 1}
 device: cpu
 arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
+experiment: {methods: [fedavg], seeds: [0]} # DVC reads dvc.yaml with it
 """
 
 
