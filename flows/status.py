@@ -56,9 +56,10 @@ def of_stream(params: Params) -> Iterator[dict[str, Any]]:
     left = list(not_taken(incoming))
     if not (parts or coming or left):
         return
-    client, versions, registered = MlflowClient(params.tracking.uri), {}, 0
+    versions, registered = {}, 0
     if parts:  # else MLflow is not asked, which would make its database
         try:
+            client = MlflowClient(params.tracking.uri)
             versions = by_alias(client, name)
             keys = (known_by(params, parts[: part.number])[1] for part in parts)
             registered = sum(gated(client, name, key) for key in keys)

@@ -121,9 +121,9 @@ class Line:
         refuse_foreign(self.folder)
         assert isinstance(settings.data, ImageSettings)
         self.growing.refuse_other(settings.data, settings.partition.clients)
-        self.registry = MlflowClient(settings.tracking.uri)
         with asked(settings.tracking.uri):
-            set_up(settings.tracking.uri)
+            set_up(settings.tracking.uri)  # before there is a client, which would make the database in its place
+            self.registry = MlflowClient(settings.tracking.uri)
             self.registry.search_registered_models(max_results=1)
 
     def go_on(self) -> Iterator[Row]:
