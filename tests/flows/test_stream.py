@@ -233,6 +233,8 @@ def test_status_tells_what_the_stream_is_at(
         "incoming/later": ("not complete", "has no COMPLETE yet", None),
     }
     assert rows() == before | waits
+    assert fcl("status", "--set", "tracking.uri=sqlite:///none.db") == 0
+    assert not Path("none.db").exists()
     (drop("broken", 5) / "digit 5" / "3.png").write_bytes(b"no image")
     night()
     with locked(project / ".fcl/locks/stream-arrivals"):
