@@ -215,6 +215,7 @@ def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     assert aliases(project) == {"task-01": "3", "task-02": "4", "champion": "4", "challenger": "3"}
 
 
+@pytest.mark.slow
 def test_status_tells_what_the_stream_is_at(
     night: Callable, drop: Drop, fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
