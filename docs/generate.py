@@ -1,15 +1,20 @@
 """Pages of the site that come from the code when it is built: methods, settings, commands. A hook of mkdocs."""
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # the code of this tree, wherever another one is installed
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the code of this tree, wherever another one is installed
 
+import measured  # noqa: E402
 from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from typer.main import get_command  # noqa: E402
@@ -17,7 +22,9 @@ from typer.main import get_command  # noqa: E402
 from fclmodels.errors import shown  # noqa: E402
 from fclmodels.explain import Setting, explain  # noqa: E402
 from fclmodels.params import preset_of  # noqa: E402
-from fclmodels.plugins import all_of  # noqa: E402
+from fclmodels.plugins import all_of, find  # noqa: E402
+from fclmodels.report.presets import figures_of  # noqa: E402
+from fclmodels.report.words import METRICS, READINGS  # noqa: E402
 from fclmodels.trial import WAYS, About, about  # noqa: E402
 from flows.cli import app  # noqa: E402
 
@@ -56,15 +63,37 @@ def methods_index(found: list[About]) -> str:
 
 
 def method_page(found: About) -> str:
-    """What a method is, its settings, what its clients send, and where its results are."""
-    name = found["name"]
+    """What a method is, by which equations, its settings, what its clients send, and what it reaches."""
+    name, kind = found["name"], find("method", found["name"])
     lines = [f"# {name}", "", found["what"], "", f"From: {found['paper']}. In the terminal: `fcl explain {name}`.", ""]
-    lines += ["## What it is", "", "```text", found["words"], "```", ""]
-    settings = explain(name)
+    lines += ["## What it is", "", *prose(found["words"])]
+    if made_of := list(parts(kind)):
+        lines += ["## What it is made of", "", *(line for part in made_of for line in part)]
+    settings = [replace(s, path=s.path.removeprefix(f"methods.{name}.")) for s in explain(name)]
     lines += ["## Settings", "", f"In `params.yaml` under `methods.{name}`.", "", *settings_table(settings), ""]
     lines += ["## What travels", "", *traffic(found), ""]
-    lines += ["## Results", "", *results(name), *figures(name), ""]
+    lines += ["## Results here", "", *results(kind), "## The papers' figures", "", *figures(name), ""]
     return "\n".join(lines)
+
+
+def prose(words: str) -> Iterator[str]:
+    """A docstring as paragraphs. As HTML, since in Markdown its formulas would lose their signs."""
+    for part in map(escape, re.split(r"\n\s*\n", words)):
+        shown = re.sub("`([^`]+)`", r"<code>\1</code>", part)
+        yield f"<pre><code>{dedent(part)}</code></pre>" if part.startswith(" ") else f"<p>{shown}</p>"
+        yield ""
+
+
+def parts(kind: Any) -> Iterator[list[str]]:
+    """The words of the modules that hold what a method shares with others, and its mathematics."""
+    own = [sys.modules[cls.__module__] for cls in kind.__mro__ if cls.__module__.startswith("fclmodels.methods.")]
+    used = [getattr(value, "__module__", None) or "" for module in own for value in vars(module).values()]
+    numerics = sorted({name for name in used if name.startswith(("fclmodels.numerics.", "fclmodels.methods."))})
+    names = dict.fromkeys([*(module.__name__ for module in own), *numerics])
+    for name in names:
+        if name not in (kind.__module__, "fclmodels.methods.base", "fclmodels.methods.fedavg"):
+            words = inspect.cleandoc(sys.modules[name].__doc__ or "")
+            yield [f"`{name.replace('.', '/')}.py`", "", *prose(words)]
 
 
 def traffic(found: About) -> Iterator[str]:
@@ -82,14 +111,25 @@ def traffic(found: About) -> Iterator[str]:
     yield from table(("when", "part", "kind", "size", "least"), rows)
 
 
-def results(name: str) -> Iterator[str]:
-    """The pages of results that name the method."""
-    for page in sorted((HERE / "results").glob("*.md")):
-        text = page.read_text()
-        if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text, re.IGNORECASE):
-            title = text.partition("\n")[0].removeprefix("# ")
-            yield f"- [{title}](../results/{page.name})"
+def results(kind: Any) -> Iterator[str]:
+    """What the pages of results have measured, and the paper's figures that stand beside it there."""
+    beside = {cls.name for cls in kind.__mro__ if "name" in vars(cls)}
+    found = list(measured.of(kind.name, beside, all_of("method")))
+    if not found:
+        yield "No page of results has a row of it."
+        yield ""
+        return
+    others = " and ".join(sorted(beside - {kind.name})) or "no other method"
+    yield (
+        f"Its rows of the pages of [results](../results.md), beside {others}; what begins with *paper* is the paper's "
+        "own. The link says how they came about: what was run smaller than in the paper, and with which seeds."
+    )
     yield ""
+    for place, of_place in groupby(found, lambda one: (one.headings[1:] or one.headings, f"{one.page}#{one.anchor}")):
+        yield f"[{': '.join(place[0])}](../results/{place[1].removesuffix('#')})"
+        for one in of_place:
+            yield from ["", one.caption, "", *table(one.header, one.rows)]
+        yield ""
 
 
 def figures(name: str) -> Iterator[str]:
@@ -97,16 +137,17 @@ def figures(name: str) -> Iterator[str]:
     rows = []
     for file in sorted((HERE.parent / "presets").glob("*.yaml")):
         preset, _ = preset_of(file)
-        for paper in preset.figures:
-            values = dict(zip(paper.columns, paper.rows.get(name, ()), strict=False))
-            where = ", ".join(f"{key}={value}" for key, value in paper.where.items())
-            told = ", ".join(f"{key} {value:g}" for key, value in values.items())
-            if values:
-                rows.append((f"`{file.stem}`", paper.table, paper.reading.replace("_", "-"), where, told))
+        for figure in figures_of(preset, name):
+            where = ", ".join(f"{key}={value}" for key, value in figure.table.where.items())
+            told = [f"{METRICS[c].title} {figure.text(c)}" for c in figure.values if not c.endswith("_std")]
+            reading = READINGS[figure.table.reading].title
+            rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(told)))
     if rows:
-        yield "The papers' figures, in %; `fcl preset NAME` runs their setting and puts its own beside them."
+        yield "In %, with their standard deviation. `fcl preset NAME` runs a setting and puts its own figures beside them."
         yield ""
         yield from table(("preset", "table", "reading", "where", "figures"), rows)
+    else:
+        yield "No preset has a figure of it."
 
 
 def settings_page() -> str:
