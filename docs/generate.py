@@ -25,10 +25,10 @@ from fclmodels.params import preset_of  # noqa: E402
 from fclmodels.plugins import all_of, find  # noqa: E402
 from fclmodels.report.presets import figures_of  # noqa: E402
 from fclmodels.report.words import METRICS, READINGS  # noqa: E402
+from fclmodels.settings import CHOICES  # noqa: E402
 from fclmodels.trial import WAYS, About, about  # noqa: E402
 from flows.cli import app  # noqa: E402
 
-BLOCK_OF = {"data": "source", "stream": "stream", "partition": "partition", "model": "backbone"}
 METHODS = "Methods"
 
 
@@ -167,35 +167,50 @@ def settings_page() -> str:
 
 
 def settings_table(settings: Iterable[Setting]) -> list[str]:
-    rows = [
-        (
-            code(s.path),
-            code(s.type),
-            code(s.default if isinstance(s.default, str) else shown(s.default)),
-            s.description,
-        )
-        for s in settings
-    ]
-    of = [", ".join(s.kinds) for s in settings]
-    if any(of) and len(set(of)) > 1:
-        return table(("setting", "type", "default", "meaning", "of"), [(*r, k) for r, k in zip(rows, of, strict=True)])
-    return table(("setting", "type", "default", "meaning"), rows)
+    rows = []
+    for s in settings:
+        default = s.default if isinstance(s.default, str) else shown(s.default)
+        rows.append((code(s.path), escape(s.allowed), code(default), escape(s.description), of(s)))
+    header = ("setting", "it is", "default", "meaning", "of")
+    return table(header, rows) if any(row[-1] for row in rows) else table(header[:-1], [row[:-1] for row in rows])
+
+
+def of(setting: Setting) -> str:
+    """The plugins that have a setting, where not all of its block do."""
+    block = setting.path.split(".")[0]
+    if not setting.kinds or block not in CHOICES:
+        return ""
+    others = [name for name in all_of(CHOICES[block][0]) if name not in setting.kinds]
+    return ", ".join(setting.kinds) if len(setting.kinds) <= len(others) else f"all but {', '.join(others)}"
 
 
 def commands_page() -> str:
-    lines = ["# Commands", "", app.info.epilog or "", ""]
     group: Any = get_command(app)
     context = group.make_context("fcl", [], resilient_parsing=True)
+    lines = ["# Commands", "", app.info.epilog or "", "", *parameters(group)]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        lines += [f"## fcl {name}", "", *(command.help or "").splitlines(), ""]
-        rows = []
-        for option in command.params:
-            options = ", ".join([*option.opts, *option.secondary_opts])
-            words = options if option.param_type_name == "option" else option.name.upper()
-            rows.append((code(words), getattr(option, "help", None) or ""))
-        lines += [*table(("argument or option", "meaning"), rows), ""]
-    return "\n".join(lines)
+        usage = " ".join(["fcl", name, *filter(None, map(needed, command.params)), "[options]"])
+        lines += ["", f"## fcl {name}", "", *(command.help or "").splitlines(), "", f"`{usage}`", ""]
+        lines += parameters(command)
+    return "\n".join([*lines, ""])
+
+
+def needed(parameter: Any) -> str:
+    """How it stands in the command's usage: nothing for an option that may be left out."""
+    name = parameter.name.upper() + "..." * (parameter.nargs < 0)
+    if parameter.param_type_name == "option":
+        return f"{parameter.opts[0]} {name}" if parameter.required else ""
+    return name if parameter.required else f"[{name}]"
+
+
+def parameters(command: Any) -> list[str]:
+    rows = []
+    for each in command.params:
+        words = ", ".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else needed(each)
+        default = "" if each.default in (None, [], ()) or isinstance(each.default, bool) else str(each.default)
+        rows.append((code(words), code(default), getattr(each, "help", None) or ""))
+    return table(("argument or option", "default", "meaning"), rows)
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
