@@ -92,8 +92,13 @@ def parts(kind: Any) -> Iterator[list[str]]:
     names = dict.fromkeys([*(module.__name__ for module in own), *numerics])
     for name in names:
         if name not in (kind.__module__, "fclmodels.methods.base", "fclmodels.methods.fedavg"):
-            words = inspect.cleandoc(sys.modules[name].__doc__ or "")
-            yield [f"`{name.replace('.', '/')}.py`", "", *prose(words)]
+            yield part(name, sys.modules[name])
+    if attached := getattr(kind, "attaches", None):
+        yield part(attached.__module__, attached)
+
+
+def part(module: str, documented: Any) -> list[str]:
+    return [f"`{module.replace('.', '/')}.py`", "", *prose(inspect.cleandoc(documented.__doc__ or ""))]
 
 
 def traffic(found: About) -> Iterator[str]:
@@ -143,7 +148,7 @@ def figures(name: str) -> Iterator[str]:
             reading = READINGS[figure.table.reading].title
             rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(told)))
     if rows:
-        yield "In %, with their standard deviation. `fcl preset NAME` runs a setting and puts its own figures beside them."
+        yield "In %, ± standard deviation. `fcl preset NAME` runs a setting and puts its own figures beside them."
         yield ""
         yield from table(("preset", "table", "reading", "where", "figures"), rows)
     else:

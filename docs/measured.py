@@ -47,13 +47,14 @@ def tables(text: str, page: str) -> Iterator[Table]:
             header, _, *rows = map(cells, lines)
             yield Table(page, tuple(headings), anchor, caption, header, tuple(rows))
         elif not block.startswith("```"):
-            caption = re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(lines))[-1] if block.endswith(":") else ""
+            caption = re.split(r"(?<=[.:]) (?=[A-Z`])", " ".join(lines))[-1] if block.endswith(":") else ""
 
 
 def blocks(text: str) -> Iterator[str]:
-    """What blank lines part; code stays whole."""
+    """What blank lines and headings part; code stays whole."""
     for part in re.split(r"^(```.*?^```)$", text, flags=re.DOTALL | re.MULTILINE):
-        yield from [part] if part.startswith("```") else re.split(r"\n\s*\n", part.strip("\n"))
+        apart = part if part.startswith("```") else re.sub(r"^(#+ .*)$", r"\n\1\n", part, flags=re.MULTILINE)
+        yield from [part] if part is apart else filter(None, re.split(r"\n(?:\s*\n)+", apart.strip("\n")))
 
 
 def cells(line: str) -> tuple[str, ...]:
