@@ -47,6 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A figure and its spread stay on one line."""
+    return markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+
+
 def pages() -> Iterator[tuple[str, str]]:
     """Path and Markdown of every generated page."""
     found = about(list(all_of("method")))
