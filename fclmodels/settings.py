@@ -105,6 +105,18 @@ class FaultSettings(Settings):
         return self.missing > 0 or self.late > 0 or self.least > 1
 
 
+class SecAggSettings(Settings):
+    """Secure aggregation (Bonawitz et al. 2017): the server gets sums over clients and no single reply."""
+
+    on: bool = Field(False, description="mask replies; methods and settings that need single replies refuse")
+    threshold: float = Field(
+        2 / 3, gt=0.5, le=1, description="share of the clients that must stay until their sum is unmasked"
+    )
+    limit: PositiveFloat = Field(
+        1e9, ge=1, le=1e12, description="largest number that a client may send; lower: a finer encoding"
+    )
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -135,6 +147,7 @@ class FederationSettings(Settings):
         5.0, description="least time between checkpoints of a task's rounds; 0: after every round"
     )
     faults: FaultSettings = FaultSettings()
+    secagg: SecAggSettings = SecAggSettings()
 
 
 class OptimizerSettings(Settings):

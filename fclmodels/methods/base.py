@@ -52,6 +52,11 @@ class Method:
         """What a person should know of what the server knows after a task; a line stays as it is in later tasks."""
         return []
 
+    @property
+    def needs_each(self) -> str | None:
+        """Why the server needs single replies, with what would be right in its place; None: sums are enough."""
+        return None
+
     # On the server.
 
     def setup(self) -> Server:

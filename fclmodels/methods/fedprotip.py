@@ -62,6 +62,12 @@ class FedProTIP(Tip):
 
     settings: Settings
 
+    @property
+    def needs_each(self) -> str | None:
+        if self.settings.exchange == "bases":
+            return "methods.fedprotip.exchange: bases sends each client's own. Use exchange: sketch."
+        return super().needs_each
+
     # Training.
 
     def payload(self, server: Server) -> Payload:
