@@ -59,9 +59,7 @@ def needs_more(method: "Method") -> str | None:
     if method.pooled_bytes is not None:
         return f"methods.{name} brings all samples to one place, and no replies are summed. Use another method."
     if method.personal:
-        return (
-            f"methods.{name} keeps parts of the model with its clients, which are evaluated one by one. Share them."
-        )
+        return f"methods.{name} keeps parts of the model with its clients, which are evaluated one by one. Share them."
     return method.needs_each
 
 
