@@ -20,7 +20,7 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
-from fclmodels.federation import evaluation, rounds
+from fclmodels.federation import evaluation, private, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
 from fclmodels.federation.cohort import Cohort
@@ -92,6 +92,7 @@ class Experiment:
         self.store = Store(self.home / "store")
         self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed, self.home))
         refuse_what_needs_more(self.method)
+        private.refuse_what_is_not_covered(self.method)
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = self._what_all_steps_depend_on()

@@ -117,6 +117,36 @@ class SecAggSettings(Settings):
     )
 
 
+class PrivacySettings(Settings):
+    """The Gaussian mechanism on clients' updates."""
+
+    noise_multiplier: PositiveFloat | None = Field(
+        None,
+        description="standard deviation of the noise in a round's sum, or in each update, in times clip; null: none",
+    )
+    kind: Literal["central", "local"] = Field(
+        "central", description="each client adds its share of the noise in the sum; local: each all of it"
+    )
+    clip: PositiveFloat = Field(1.0, description="under noise: largest norm of a client's update")
+    delta: float = Field(1e-5, gt=0, lt=1, description="under noise: the delta for which epsilon is told")
+
+    @model_validator(mode="after")
+    def _noise_is_on(self) -> "PrivacySettings":
+        fields = type(self).model_fields
+        idle = [name for name in ("kind", "clip", "delta") if getattr(self, name) != fields[name].default]
+        if self.noise_multiplier is None and idle:
+            raise ValueError(f"{idle[0]} does nothing without noise. Set noise_multiplier too, or leave it out.")
+        return self
+
+    @property
+    def on(self) -> bool:
+        return self.noise_multiplier is not None
+
+    @property
+    def multiplier(self) -> float:
+        return self.noise_multiplier or 0.0
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -148,6 +178,7 @@ class FederationSettings(Settings):
     )
     faults: FaultSettings = FaultSettings()
     secagg: SecAggSettings = SecAggSettings()
+    privacy: PrivacySettings = PrivacySettings()
 
 
 class OptimizerSettings(Settings):

@@ -45,8 +45,7 @@ def refuse_what_needs_more(method: "Method") -> None:
     if why := needs_more(method):
         raise UserError(f"federation.secagg: {why} Or set federation.secagg.on: false.")
     for task in method.run.splits.tasks:
-        able = len(method.participants(task.index))
-        if min(able, federation.clients_per_round or able) < 2:
+        if method.sampled(task.index) < 2:
             raise UserError(
                 f"federation.secagg: a round of {task.name} has one client, whose reply is no secret in a sum. "
                 "Sample at least 2, of data that more clients have."

@@ -68,6 +68,10 @@ class FedProTIP(Tip):
             return "methods.fedprotip.exchange: bases sends each client's own. Use exchange: sketch."
         return super().needs_each
 
+    @property
+    def sends_besides(self) -> str | None:
+        return "bases or sketches"
+
     # Training.
 
     def payload(self, server: Server) -> Payload:
