@@ -24,7 +24,7 @@ SHARED = [
     *("federation.executor=serial", "optimizer.lr=0.1", "model.loss_over=task"),
 ]
 CLIP = ["federation.privacy.clip=0.5", "federation.privacy.delta=1e-3"]
-NOISE = {"central": (1.0, 2.0, 4.0, 8.0), "local": (0.5, 2.0)}
+NOISE = {"central": (1.0, 2.0, 4.0, 8.0), "local": (0.5,)}
 
 
 def main() -> None:

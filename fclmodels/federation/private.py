@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 COVERED = ("update", "statistics")  # clipped together
 PUBLIC = ("weight",)  # under uniform weights
 COVERS = {
-    "central": "one client's updates in all rounds, in the sums over clients (secure aggregation hides the rest), "
-    "against an update of zero; sampling amplifies nothing",
+    "central": "one client's updates in all rounds, in the sums over clients, which are all that a server sees under "
+    "secure aggregation, against an update of zero; sampling amplifies nothing",
     "local": "one client's updates in all rounds, as they are sent, whatever its data",
 }
-NOT_COVERED = "Not covered: the training loss in the log"
+NOT_COVERED = "Not covered: training losses and numbers of samples in the log"
 
 
 def refuse_what_is_not_covered(method: "Method") -> None:
