@@ -30,6 +30,10 @@ class NearestPrototype(Frozen):
     name = "nearest-prototype"
     paper = "Prototypical Networks for Few-shot Learning"
 
+    @property
+    def sends_besides(self) -> str | None:
+        return "prototypes"
+
     def start_task(self, server: Server, task: int) -> Server:
         started, known = super().start_task(server, task), server.knowledge.get("told", {})
         heads = {
