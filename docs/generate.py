@@ -1,15 +1,20 @@
 """Pages of the site that come from the code when it is built: methods, settings, commands. A hook of mkdocs."""
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # the code of this tree, wherever another one is installed
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the code of this tree, wherever another one is installed
 
+import measured  # noqa: E402
 from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from typer.main import get_command  # noqa: E402
@@ -17,11 +22,13 @@ from typer.main import get_command  # noqa: E402
 from fclmodels.errors import shown  # noqa: E402
 from fclmodels.explain import Setting, explain  # noqa: E402
 from fclmodels.params import preset_of  # noqa: E402
-from fclmodels.plugins import all_of  # noqa: E402
+from fclmodels.plugins import all_of, find  # noqa: E402
+from fclmodels.report.presets import figures_of  # noqa: E402
+from fclmodels.report.words import METRICS, READINGS  # noqa: E402
+from fclmodels.settings import CHOICES  # noqa: E402
 from fclmodels.trial import WAYS, About, about  # noqa: E402
 from flows.cli import app  # noqa: E402
 
-BLOCK_OF = {"data": "source", "stream": "stream", "partition": "partition", "model": "backbone"}
 METHODS = "Methods"
 
 
@@ -40,6 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A figure and its spread stay on one line."""
+    return markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+
+
 def pages() -> Iterator[tuple[str, str]]:
     """Path and Markdown of every generated page."""
     found = about(list(all_of("method")))
@@ -56,15 +68,42 @@ def methods_index(found: list[About]) -> str:
 
 
 def method_page(found: About) -> str:
-    """What a method is, its settings, what its clients send, and where its results are."""
-    name = found["name"]
+    """What a method is, by which equations, its settings, what its clients send, and what it reaches."""
+    name, kind = found["name"], find("method", found["name"])
     lines = [f"# {name}", "", found["what"], "", f"From: {found['paper']}. In the terminal: `fcl explain {name}`.", ""]
-    lines += ["## What it is", "", "```text", found["words"], "```", ""]
-    settings = explain(name)
+    lines += ["## What it is", "", *prose(found["words"])]
+    if made_of := list(parts(kind)):
+        lines += ["## What it is made of", "", *(line for part in made_of for line in part)]
+    settings = [replace(s, path=s.path.removeprefix(f"methods.{name}.")) for s in explain(name)]
     lines += ["## Settings", "", f"In `params.yaml` under `methods.{name}`.", "", *settings_table(settings), ""]
     lines += ["## What travels", "", *traffic(found), ""]
-    lines += ["## Results", "", *results(name), *figures(name), ""]
+    lines += ["## Results here", "", *results(kind), "## The papers' figures", "", *figures(name), ""]
     return "\n".join(lines)
+
+
+def prose(words: str) -> Iterator[str]:
+    """A docstring as paragraphs. As HTML, since in Markdown its formulas would lose their signs."""
+    for part in map(escape, re.split(r"\n\s*\n", words)):
+        shown = re.sub("`([^`]+)`", r"<code>\1</code>", part)
+        yield f"<pre><code>{dedent(part)}</code></pre>" if part.startswith(" ") else f"<p>{shown}</p>"
+        yield ""
+
+
+def parts(kind: Any) -> Iterator[list[str]]:
+    """The words of the modules that hold what a method shares with others, and its mathematics."""
+    own = [sys.modules[cls.__module__] for cls in kind.__mro__ if cls.__module__.startswith("fclmodels.methods.")]
+    used = [getattr(value, "__module__", None) or "" for module in own for value in vars(module).values()]
+    numerics = sorted({name for name in used if name.startswith(("fclmodels.numerics.", "fclmodels.methods."))})
+    names = dict.fromkeys([*(module.__name__ for module in own), *numerics])
+    for name in names:
+        if name not in (kind.__module__, "fclmodels.methods.base", "fclmodels.methods.fedavg"):
+            yield part(name, sys.modules[name])
+    if attached := getattr(kind, "attaches", None):
+        yield part(attached.__module__, attached)
+
+
+def part(module: str, documented: Any) -> list[str]:
+    return [f"`{module.replace('.', '/')}.py`", "", *prose(inspect.cleandoc(documented.__doc__ or ""))]
 
 
 def traffic(found: About) -> Iterator[str]:
@@ -82,14 +121,25 @@ def traffic(found: About) -> Iterator[str]:
     yield from table(("when", "part", "kind", "size", "least"), rows)
 
 
-def results(name: str) -> Iterator[str]:
-    """The pages of results that name the method."""
-    for page in sorted((HERE / "results").glob("*.md")):
-        text = page.read_text()
-        if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text, re.IGNORECASE):
-            title = text.partition("\n")[0].removeprefix("# ")
-            yield f"- [{title}](../results/{page.name})"
+def results(kind: Any) -> Iterator[str]:
+    """What the pages of results have measured, and the paper's figures that stand beside it there."""
+    beside = {cls.name for cls in kind.__mro__ if "name" in vars(cls)}
+    found = list(measured.of(kind.name, beside, all_of("method")))
+    if not found:
+        yield "No page of results has a row of it."
+        yield ""
+        return
+    others = " and ".join(sorted(beside - {kind.name})) or "no other method"
+    yield (
+        f"Its rows of the pages of [results](../results.md), beside {others}; what begins with *paper* is the paper's "
+        "own. The link says how they came about: what was run smaller than in the paper, and with which seeds."
+    )
     yield ""
+    for place, of_place in groupby(found, lambda one: (one.headings[1:] or one.headings, f"{one.page}#{one.anchor}")):
+        yield f"[{': '.join(place[0])}](../results/{place[1].removesuffix('#')})"
+        for one in of_place:
+            yield from ["", one.caption, "", *table(one.header, one.rows)]
+        yield ""
 
 
 def figures(name: str) -> Iterator[str]:
@@ -97,16 +147,17 @@ def figures(name: str) -> Iterator[str]:
     rows = []
     for file in sorted((HERE.parent / "presets").glob("*.yaml")):
         preset, _ = preset_of(file)
-        for paper in preset.figures:
-            values = dict(zip(paper.columns, paper.rows.get(name, ()), strict=False))
-            where = ", ".join(f"{key}={value}" for key, value in paper.where.items())
-            told = ", ".join(f"{key} {value:g}" for key, value in values.items())
-            if values:
-                rows.append((f"`{file.stem}`", paper.table, paper.reading.replace("_", "-"), where, told))
+        for figure in figures_of(preset, name):
+            where = ", ".join(f"{key}={value}" for key, value in figure.table.where.items())
+            told = [f"{METRICS[c].title} {figure.text(c)}" for c in figure.values if not c.endswith("_std")]
+            reading = READINGS[figure.table.reading].title
+            rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(told)))
     if rows:
-        yield "The papers' figures, in %; `fcl preset NAME` runs their setting and puts its own beside them."
+        yield "In %, ± standard deviation. `fcl preset NAME` runs a setting and puts its own figures beside them."
         yield ""
         yield from table(("preset", "table", "reading", "where", "figures"), rows)
+    else:
+        yield "No preset has a figure of it."
 
 
 def settings_page() -> str:
@@ -126,35 +177,50 @@ def settings_page() -> str:
 
 
 def settings_table(settings: Iterable[Setting]) -> list[str]:
-    rows = [
-        (
-            code(s.path),
-            code(s.type),
-            code(s.default if isinstance(s.default, str) else shown(s.default)),
-            s.description,
-        )
-        for s in settings
-    ]
-    of = [", ".join(s.kinds) for s in settings]
-    if any(of) and len(set(of)) > 1:
-        return table(("setting", "type", "default", "meaning", "of"), [(*r, k) for r, k in zip(rows, of, strict=True)])
-    return table(("setting", "type", "default", "meaning"), rows)
+    rows = []
+    for s in settings:
+        default = s.default if isinstance(s.default, str) else shown(s.default)
+        rows.append((code(s.path), escape(s.allowed), code(default), escape(s.description), of(s)))
+    header = ("setting", "it is", "default", "meaning", "of")
+    return table(header, rows) if any(row[-1] for row in rows) else table(header[:-1], [row[:-1] for row in rows])
+
+
+def of(setting: Setting) -> str:
+    """The plugins that have a setting, where not all of its block do."""
+    block = setting.path.split(".")[0]
+    if not setting.kinds or block not in CHOICES:
+        return ""
+    others = [name for name in all_of(CHOICES[block][0]) if name not in setting.kinds]
+    return ", ".join(setting.kinds) if len(setting.kinds) <= len(others) else f"all but {', '.join(others)}"
 
 
 def commands_page() -> str:
-    lines = ["# Commands", "", app.info.epilog or "", ""]
     group: Any = get_command(app)
     context = group.make_context("fcl", [], resilient_parsing=True)
+    lines = ["# Commands", "", app.info.epilog or "", "", *parameters(group)]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        lines += [f"## fcl {name}", "", *(command.help or "").splitlines(), ""]
-        rows = []
-        for option in command.params:
-            options = ", ".join([*option.opts, *option.secondary_opts])
-            words = options if option.param_type_name == "option" else option.name.upper()
-            rows.append((code(words), getattr(option, "help", None) or ""))
-        lines += [*table(("argument or option", "meaning"), rows), ""]
-    return "\n".join(lines)
+        usage = " ".join(["fcl", name, *filter(None, map(needed, command.params)), "[options]"])
+        lines += ["", f"## fcl {name}", "", *(command.help or "").splitlines(), "", f"`{usage}`", ""]
+        lines += parameters(command)
+    return "\n".join([*lines, ""])
+
+
+def needed(parameter: Any) -> str:
+    """How it stands in the command's usage: nothing for an option that may be left out."""
+    name = parameter.name.upper() + "..." * (parameter.nargs < 0)
+    if parameter.param_type_name == "option":
+        return f"{parameter.opts[0]} {name}" if parameter.required else ""
+    return name if parameter.required else f"[{name}]"
+
+
+def parameters(command: Any) -> list[str]:
+    rows = []
+    for each in command.params:
+        words = ", ".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else needed(each)
+        default = "" if each.default in (None, [], ()) or isinstance(each.default, bool) else str(each.default)
+        rows.append((code(words), code(default), getattr(each, "help", None) or ""))
+    return table(("argument or option", "default", "meaning"), rows)
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
-from fclmodels.federation import evaluation, rounds
+from fclmodels.federation import evaluation, private, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
 from fclmodels.federation.cohort import Cohort
@@ -28,6 +28,7 @@ from fclmodels.federation.executor import EVALUATIONS, Executor, Serial, torch_t
 from fclmodels.federation.ledger import Ledger, ledger_table
 from fclmodels.federation.processes import Processes
 from fclmodels.federation.run import Run
+from fclmodels.federation.secure import refuse_what_needs_more
 from fclmodels.federation.server import Server
 from fclmodels.fingerprint import source_closure
 from fclmodels.listener import Listener
@@ -90,6 +91,8 @@ class Experiment:
         self.listener = listener or Listener()
         self.store = Store(self.home / "store")
         self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed, self.home))
+        refuse_what_needs_more(self.method)
+        private.refuse_what_is_not_covered(self.method)
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = self._what_all_steps_depend_on()

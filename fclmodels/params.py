@@ -191,6 +191,12 @@ class Check:
                 ("federation", "faults", "least"),
                 f"federation.faults.least is {least}, but no more than {most} clients are sampled in a round.",
             )
+        if params.federation.secagg.on and params.federation.faults.late:
+            self.refuse(
+                ("federation", "faults", "late"),
+                "federation.faults.late has no place under federation.secagg.on: a late reply is masked for a round "
+                "that is over. Set it to 0, or take federation.faults.missing.",
+            )
         for key in ("methods", "seeds"):
             values = getattr(params.experiment, key)
             for number, value in enumerate(values):

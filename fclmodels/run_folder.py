@@ -14,6 +14,7 @@ import polars as pl
 
 from fclmodels import served, state
 from fclmodels.errors import UserError
+from fclmodels.federation import private
 from fclmodels.federation.server import Server
 from fclmodels.metrics import rounds_to_best, summary
 from fclmodels.store import Store
@@ -101,7 +102,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
         **_faults(experiment, tables["rounds"]),
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
-        **({"privacy": privacy} if (privacy := server.knowledge.get("privacy")) else {}),
+        **({"privacy": privacy} if (privacy := _privacy(experiment, server)) else {}),
     }
     state.write_json(folder / "result.json", result)
     return json.loads(json.dumps(result))
@@ -130,6 +131,13 @@ def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
         return {}
     counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
     return {"faults": {**counts, "dropped": counts["clients"] - counts["missing"] - counts["answers"]}}
+
+
+def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
+    """What noise is worth: that in updates, or the method's own in what it sends besides."""
+    if experiment.params.federation.privacy.on:
+        return private.worth(experiment.method, experiment.tasks)
+    return server.knowledge.get("privacy")
 
 
 def _command(experiment: "Experiment", place: Path) -> str:

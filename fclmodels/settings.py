@@ -105,6 +105,48 @@ class FaultSettings(Settings):
         return self.missing > 0 or self.late > 0 or self.least > 1
 
 
+class SecAggSettings(Settings):
+    """Secure aggregation (Bonawitz et al. 2017): the server gets sums over clients and no single reply."""
+
+    on: bool = Field(False, description="mask replies; methods and settings that need single replies refuse")
+    threshold: float = Field(
+        2 / 3, gt=0.5, le=1, description="share of the clients that must stay until their sum is unmasked"
+    )
+    limit: PositiveFloat = Field(
+        1e9, ge=1, le=1e12, description="largest number that a client may send; lower: a finer encoding"
+    )
+
+
+class PrivacySettings(Settings):
+    """The Gaussian mechanism on clients' updates."""
+
+    noise_multiplier: PositiveFloat | None = Field(
+        None,
+        description="standard deviation of the noise in a round's sum, or in each update, in times clip; null: none",
+    )
+    kind: Literal["central", "local"] = Field(
+        "central", description="each client adds its share of the noise in the sum; local: each all of it"
+    )
+    clip: PositiveFloat = Field(1.0, description="under noise: largest norm of a client's update")
+    delta: float = Field(1e-5, gt=0, lt=1, description="under noise: the delta for which epsilon is told")
+
+    @model_validator(mode="after")
+    def _noise_is_on(self) -> "PrivacySettings":
+        fields = type(self).model_fields
+        idle = [name for name in ("kind", "clip", "delta") if getattr(self, name) != fields[name].default]
+        if self.noise_multiplier is None and idle:
+            raise ValueError(f"{idle[0]} does nothing without noise. Set noise_multiplier too, or leave it out.")
+        return self
+
+    @property
+    def on(self) -> bool:
+        return self.noise_multiplier is not None
+
+    @property
+    def multiplier(self) -> float:
+        return self.noise_multiplier or 0.0
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -135,6 +177,8 @@ class FederationSettings(Settings):
         5.0, description="least time between checkpoints of a task's rounds; 0: after every round"
     )
     faults: FaultSettings = FaultSettings()
+    secagg: SecAggSettings = SecAggSettings()
+    privacy: PrivacySettings = PrivacySettings()
 
 
 class OptimizerSettings(Settings):

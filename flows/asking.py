@@ -120,6 +120,7 @@ def list_presets(
     json: Json = False,
 ) -> None:
     """List the presets with their papers' figures; `fcl preset NAME` runs one."""
+    from fclmodels.plugins import all_of
     from flows.preset_list import PRESETS, every, figures, row
 
     blocks = [(p, e) for p, e in every() if name in (None, p.name)]
@@ -128,7 +129,10 @@ def list_presets(
     if json:
         terminal.show_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
     elif name is not None:
-        terminal.show(figures(blocks[0][0]), as_json=False, title=f"{name}: {blocks[0][0].paper}, in %")
+        rows = figures(blocks[0][0])
+        terminal.show(rows, as_json=False, title=f"{name}: {blocks[0][0].paper}, in %")
+        if others := sorted({row["method"] for row in rows} - set(all_of("method"))):
+            terminal.tell(f"methods of the paper that fclflow does not have: {', '.join(others)}")
     else:
         for paper, of_paper in groupby(blocks, key=lambda block: block[0].paper):
             terminal.show([row(*block) for block in of_paper], as_json=False, title=paper)

@@ -1,8 +1,12 @@
-"""No page mentions what does not exist: commands, options, settings, files, make targets. And generated pages hold."""
+"""No page, command or comment mentions what does not exist: commands, options, settings, presets, files, make targets.
+
+And generated pages hold. Links and their sections inside docs/ are checked by `mkdocs build --strict` (make lint).
+"""
 
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -12,13 +16,23 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from fclmodels import params as reading
 from fclmodels.explain import explain
 from fclmodels.plugins import all_of
 from flows.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md"]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FOLDERS = ("flows", "tasks", "fclmodels", "tests", "bench", "docs", "presets", "pretrain")
+FILES = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()]
+WRITTEN = [*ROOT.glob("*.*"), ROOT / "Makefile", *(file for file in FILES if "tests" not in file.parts)]
+SOURCES = [
+    file for file in WRITTEN if file.suffix in (".py", ".md", ".yaml", ".toml", ".j2") or file.name == "Makefile"
+]
+METHODS = list(all_of("method"))
+EXAMPLES = ("lean_avg", "NAME", "bytes.yaml")  # of what a reader writes
 
 
 @cache
@@ -33,43 +47,98 @@ def commands() -> dict[str, set[str]]:
     }
 
 
-def told(page: Path) -> Iterator[list[str]]:
+def told(page: Path, start: str = "fcl ") -> Iterator[list[str]]:
     """The words of each `fcl ...` in code, on a line or in a sentence; a line that ends in \\ goes on."""
     text = page.read_text().replace("\\\n", " ")
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines()] + re.findall(r"`(fcl [^`]*)`", text)
-    for line in lines:
+    spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for line in [line for block in blocks for line in block.splitlines()] + spans:
         for part in re.split(r"&&|;|\|", line):
-            words = shlex.split(part.partition(" #")[0], comments=False) if part.strip().startswith("fcl ") else []
+            words = shlex.split(part.partition(" #")[0], comments=False) if part.strip().startswith(start) else []
             if words:
                 yield words
 
 
+def after(words: list[str], *options: str) -> list[str]:
+    """What is given to these options."""
+    return [value for option, value in pairwise(words) if option in options]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_options_and_settings_are_there(page: Path) -> None:
-    settings = {row.path for row in explain()}
+    paths = {row.path for row in explain()}
     for words in told(page):
-        options = [word.partition("=")[0] for word in words if word.startswith("-")]
+        options = {word.partition("=")[0] for word in words if word.startswith("-")}
         if not words[1].startswith("-"):
             assert words[1] in commands(), words
-            assert set(options) <= commands()[words[1]], words
-        for option, value in pairwise(words):
-            if option == "--set" and not value.startswith("KEY"):
-                assert value.partition("=")[0] in settings, words
-            if option in ("--method", "-m") and value not in ("METHOD", "lean-avg", "my-method"):
-                assert value in all_of("method"), words
+            assert options <= commands()[words[1]], words
+        assert {value.partition("=")[0] for value in after(words, "--set")} - {"KEY"} <= paths, words
+        methods = {name for value in after(words, "--method", "-m", "--methods") for name in value.split(",")}
+        assert methods - {"METHOD", "lean-avg", "my-method"} <= set(all_of("method")), words
+        presets = {*after(words, "--preset", "preset")} - {"NAME"}
+        assert all((ROOT / "presets" / f"{name}.yaml").exists() for name in presets), words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_files_and_targets_are_there(page: Path) -> None:
+def test_values_of_settings_are_right(page: Path, tmp_path: Path) -> None:
+    """What a command sets, over the settings that it starts from; and whole blocks of YAML."""
+    for words in told(page):
+        presets = [f"presets/{name}.yaml" for name in after(words, "--preset", "preset")]
+        file = ROOT / [*after(words, "--params"), *presets, "params.yaml"][0]
+        given = [value for value in after(words, "--set") if not value.startswith("KEY")]
+        if given and file.exists():
+            reading.load(file, given)
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        (tmp_path / "params.yaml").write_text(block)
+        reading.load(tmp_path / "params.yaml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_settings_in_sentences_are_there(page: Path) -> None:
+    """`federation.rounds`, `federation.faults`, `model.head: per-task`, `lambda: auto`."""
+    paths = {row.path for row in explain()}
+    blocks = {path.rsplit(".", n)[0] for path in paths for n in (0, 1, 2)}
+    names = {path.rpartition(".")[2] for path in paths}
+    for span in re.findall(r"`([^`\n]+)`", page.read_text()):
+        dotted = re.match(r"([a-z]+(?:\.[\w-]+)+)(?=[=:]|$)", span)
+        if dotted and dotted[1].partition(".")[0] in blocks and not dotted[1].endswith(".parquet"):
+            assert dotted[1] in blocks, span
+        if alone := re.match(r"([a-z_]+): \S", span):
+            assert alone[1] in names, span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_targets_links_and_scripts_are_there(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    for path in re.findall(r"`((?:flows|tasks|fclmodels|tests|presets|docs|bench)/[\w/.-]+\.\w+)`", text):
-        assert (ROOT / path).exists() or "lean_avg" in path or "NAME" in path, path
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         made = re.search(r"(methods|reference)/[\w-]+\.md$", link)  # by docs/generate.py
         assert made or (page.parent / link).exists(), link
+    for _, script, *words in told(page, "python bench/"):
+        code = (ROOT / script).read_text()
+        assert all(f'"{word}"' in code for word in words if word.startswith("--")), words
+
+
+def test_files_and_commands_that_are_named_anywhere_are_there() -> None:
+    """In pages, comments, docstrings, help texts and errors: a path, or its end, and `fcl` with a command."""
+    ends = "\n".join(f"/{file.relative_to(ROOT)}" for file in [*FILES, *WRITTEN]) + "\n"
+    wrong = []
+    for source in SOURCES:
+        text = source.read_text()
+        for path in re.findall(r"(?<![\w/.{}*<>-])((?:[\w-]+/)*[\w-]+\.(?:py|md|yaml|toml|j2|css|svg))\b", text):
+            made = re.fullmatch(r"(methods/index|reference/\w+)\.md", path)  # by docs/generate.py
+            if not made and f"/{path}\n" not in ends and not any(name in path for name in EXAMPLES):
+                wrong.append((source, path))
+        said = set(re.findall(r"(?:^|[`\"'(;&|:,]) *fcl ([a-z][\w-]*)", text, re.MULTILINE))
+        wrong += [(source, f"fcl {word}") for word in said - set(commands())]
+    assert not wrong
+
+
+def test_the_readme_names_every_method() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Methods\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == set(all_of("method"))
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +161,104 @@ def test_reference_pages_have_every_setting_and_every_command(generate: Any) -> 
         assert all(option in page for option in options - {"--help"})
 
 
-def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_where_results_are(generate: Any) -> None:
-    (found,) = generate.about(["fot"])
+def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_what_it_reaches(generate: Any) -> None:
+    sketch = {"part": "sketch", "kind": "sketch", "share": 5.66, "least": "sum"}
+    ways = {way: [] for way in (*generate.WAYS, "keeps")} | {"sends after a task": [sketch]}
+    words = sys.modules["fclmodels.methods.fot"].__doc__
+    found = {"name": "fot", "what": "", "paper": "", "words": words, "traffic": ways, "model_bytes": 100}
     page = generate.method_page(found)
-    setting = "<code>methods.fot.threshold</code>"
-    for told in ("Federated Orthogonal Training", setting, "| sketch |", "subspaces.md", "Table 1"):
+    result = "| non-IID | FOT | 0 | 84.35 | 2.12 | 86.25 | 85.21 | 1.97 |"
+    for told in (
+        "Federated Orthogonal Training",
+        "(eq. 5 to 7)",
+        "<code>threshold</code>",
+        "| sketch | 566 % |",
+        result,
+    ):
         assert told in page
+    assert "FOT eq. 4;" in page  # of its mathematics in fclmodels/numerics/subspace.py
+    assert "| `fot-pmnist-noniid` | Table 1 | Task-aware |  | ACC 85.21 ± 0.13, FGT 1.97 ± 0.22 |" in page
+    page = generate.method_page(found | {"name": "joint"})
+    assert "No preset has a figure of it." in page
+
+
+RESULTS = """# Title
+
+Text.
+
+## What `x` is
+
+```
+# no heading
+| no | table |
+```
+
+One seed. Accuracy of all:
+
+| | ACC | MB | paper: ACC |
+|---|---|---|---|
+| FedAvg | 1.0 | | 3 |
+| SPECIAL-C, seed 0 | 2.0 | | |
+| ours | 4.0 | 7 | |
+
+### What `x` is
+| order | method | ACC |
+|---|---|---|
+| paper: 1 | A-GEM+FL | a \\| b |
+"""
+
+
+def test_tables_of_a_page_are_found_with_their_place(generate: Any) -> None:
+    first, second = generate.measured.tables(RESULTS, "page.md")
+    assert first.headings == ("Title", "What `x` is")
+    assert (first.anchor, first.caption) == ("what-x-is", "Accuracy of all:")
+    assert first.header == ("", "ACC", "MB", "paper: ACC")
+    assert first.rows[1] == ("SPECIAL-C, seed 0", "2.0", "", "")
+    assert (first.label, second.label) == (0, 1)
+    assert second.headings == ("Title", "What `x` is", "What `x` is")
+    assert (second.anchor, second.caption) == ("what-x-is_1", "")
+    assert second.rows == (("paper: 1", "A-GEM+FL", "a \\| b"),)
+
+
+def test_a_row_is_its_methods_by_how_its_label_begins(generate: Any) -> None:
+    known = generate.measured.known_on("By `bench/studies/special-pacs.yaml` and bench/studies/stamp-c2.yaml", METHODS)
+    method_of = generate.measured.method_of
+    said = {
+        "FedAvg, 10 clients": "fedavg",
+        "paper: FOT": "fot",
+        "SPECIAL-C, seed 0": "special-c",
+        "SPECIAL (auto)": "special",
+        "FedProx, seed 0": "fedprox",
+        "FedProx-to-anchor, seed 0": "prox-anchor",  # as the study calls it
+        "ER, same bytes": "er",
+        "full replay, 3 epochs": "er",
+        "(1) + (3)": "stamp",
+        "EMA": "ema",
+        "**nearest prototype**": "nearest-prototype",
+        "A-GEM+FL": "agem",
+        "GPMs": None,
+        "right after": None,
+    }
+    assert {label: method_of(label, known) for label in said} == said
+
+
+def test_a_methods_rows_come_with_those_that_it_extends_and_empty_columns_go(
+    generate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate.measured, "RESULTS", tmp_path)
+    (tmp_path / "page.md").write_text(RESULTS)
+    (table,) = generate.measured.of("special-c", {"fedavg", "special-c"}, METHODS)
+    assert table.header == ("", "ACC", "paper: ACC")
+    assert table.rows == (("FedAvg", "1.0", "3"), ("SPECIAL-C, seed 0", "2.0", ""))
+    assert not list(generate.measured.of("fot", {"fedavg", "fot"}, METHODS))
+
+
+def test_every_row_of_the_results_is_some_methods(generate: Any) -> None:
+    """Or its table has none of them: a label that is misspelt would be missing on its method's page."""
+    for page in sorted((ROOT / "docs" / "results").glob("*.md")):
+        text = page.read_text()
+        known = generate.measured.known_on(text, METHODS)
+        for table in generate.measured.tables(text, page.name):
+            of = {row[table.label]: generate.measured.method_of(row[table.label], known) for row in table.rows}
+            assert all(of.values()) or not any(of.values()), of
+            assert all(len(row) == len(table.header) for row in table.rows), table.headings

@@ -2,14 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fclmodels.federation.checkpoints import Checkpoints
-from fclmodels.federation.executor import Answer, Executor, Job, largest_first
+from fclmodels.federation.executor import EVALUATIONS, Answer, Executor, Job, largest_first
 from fclmodels.federation.faults import Late, Turnout, keep
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.replies import Replies
+from fclmodels.federation.secure import Session
 
 
 class Cohort:
@@ -29,6 +31,7 @@ class Cohort:
         late: Mapping[int, Late] | None = None,
     ) -> None:
         self.executor = executor
+        self.secagg = executor.method.run.params.federation.secagg
         self.task = task
         self.clients = tuple(clients)
         self.memories = dict(memories)
@@ -58,6 +61,17 @@ class Cohort:
         Replies of before stand behind the others, in order of clients: sums run along the same tree whenever they come.
         """
         job = Job(question, self.task, round, payload, self.scratch)
+        if question in EVALUATIONS or not self.secagg.on:
+            return self._exchanged(job, turnout, on_answer)
+        session = Session(job, turnout, self.secagg, self.executor, self.ledger)
+        job = replace(job, payload={**payload, **session.payload})
+        return session.sums(self._exchanged(job, turnout, on_answer))
+
+    def close(self) -> None:
+        """Drop what was spooled."""
+        shutil.rmtree(self.spool, ignore_errors=True)
+
+    def _exchanged(self, job: Job, turnout: Turnout, on_answer: Callable[[int], None]) -> Replies:
         for clients in (*turnout.called_off, tuple(turnout.delays)):
             self.ledger.sent(job, clients)
         begun = largest_first(self.executor.method, self.task, turnout.training)
@@ -65,7 +79,7 @@ class Cohort:
         replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}")
         for done, answer in enumerate(self.executor.run(job, begun, self.memories), start=1):
             if delay := turnout.delays[answer.client]:
-                self._hold_back(answer, round, delay)
+                self._hold_back(answer, job.round, delay)
             else:
                 replies.add(answer.client, answer.reply)
                 self.ledger.received(job, answer.client, answer.reply)
@@ -74,10 +88,6 @@ class Cohort:
             on_answer(done)
         self._deliver(job, turnout, replies)
         return replies
-
-    def close(self) -> None:
-        """Drop what was spooled."""
-        shutil.rmtree(self.spool, ignore_errors=True)
 
     def _hold_back(self, answer: Answer, round: int, delay: int) -> None:
         file = self._held_back / f"{answer.client}-{round}.safetensors"

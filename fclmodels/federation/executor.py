@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fclmodels import state
+from fclmodels.federation import private, secure
 from fclmodels.federation.client import Client
 from fclmodels.federation.evaluation import evaluate_on_client
 from fclmodels.federation.messages import Payload, Reply
@@ -85,7 +86,9 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     The job's payload is on the device already; the server keeps its state, and gets replies, on the CPU.
     """
     started = time.perf_counter()
-    device = method.run.device
+    device, federation = method.run.device, method.run.params.federation
+    if job.question in secure.STEPS:
+        return Answer(index, secure.answered(job, index, federation.secagg), memory_file, time.perf_counter() - started)
     memory = state.load(memory_file, device) if memory_file else {}
     rows = method.rows(job.task, index)
     client = Client(index, job.task, job.round, method.run, rows, memory)
@@ -102,6 +105,10 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
             memory_file = job.scratch / f"{index}-{job.task}-{job.round}-{job.question}.safetensors"
             state.save(remembered, memory_file)
     reply = replace(reply, parts={name: part.to("cpu") for name, part in reply.parts.items()})
+    if federation.privacy.on and job.question not in EVALUATIONS:
+        reply = private.protected(reply, method, client)
+    if secure.SHARERS in job.payload:
+        reply = secure.masked(reply, job, index, federation.secagg)
     return Answer(index, reply, memory_file, time.perf_counter() - started)
 
 

@@ -7,6 +7,9 @@ asynchronous federated optimisation (Xie et al. 2019, a = 1/2). A client that is
 A draw of clients in which fewer than `least` answer is called off before anyone uploads or remembers anything, as in
 secure aggregation (Bonawitz et al. 2017), and clients are drawn anew for the same round.
 
+Under secure aggregation as many must answer as unmask their sum, and a missing client leaves before a step of the
+protocol that is drawn too.
+
 Every fate is drawn in `delay`, by a key, so that it depends neither on the executor nor on an interruption: another way
 to fail belongs there. The questions at the end of a task are answered by all, in time. Training in one place has no one
 to wait for.
@@ -23,6 +26,7 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.messages import Reply, parts_from_tree, parts_to_tree
 from fclmodels.federation.run import Run
+from fclmodels.federation.secagg import threshold_of
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
@@ -92,13 +96,22 @@ def turnout(
     for draw in range(MOST_DRAWS):
         delays = {client: delay(method.run, task, round, client, draw) for client in sample(draw)}
         turnout = Turnout(delays, arriving, weights, called_off)
-        if turnout.answers >= faults.least:
+        least = answers_needed(method.run, len(delays))
+        if turnout.answers >= least:
             return turnout
         called_off = (*called_off, tuple(delays))
+    settings = "federation.faults.least" + ", or federation.secagg.threshold" * method.run.params.federation.secagg.on
     raise UserError(
         f"task {task}, round {round}: in {MOST_DRAWS} draws of up to {max(map(len, called_off))} clients never "
-        f"{faults.least} answered. Lower federation.faults.missing, federation.faults.late or federation.faults.least."
+        f"{least} answered. Lower federation.faults.missing, federation.faults.late or {settings}."
     )
+
+
+def answers_needed(run: Run, sampled: int) -> int:
+    """Of so many clients sampled: `least`, and under secure aggregation its threshold."""
+    federation = run.params.federation
+    unmasking = threshold_of(sampled, federation.secagg.threshold) if federation.secagg.on else 1
+    return max(federation.faults.least, unmasking)
 
 
 def delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None:
@@ -109,6 +122,11 @@ def delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None
     if missing < faults.missing:
         return None
     return int(torch.randint(1, faults.late_rounds + 1, (), generator=random)) if late < faults.late else 0
+
+
+def leaves_before(run: Run, task: int, round: int, client: int) -> int:
+    """The step of secure aggregation that a missing client does not take any more: 0 keys, 1 shares, 2 reply."""
+    return int(torch.randint(3, (), generator=run.generator("leaves", task, round, client)))
 
 
 def weight(age: int) -> float:

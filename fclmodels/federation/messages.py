@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fclmodels.state import Tree, flatten, unflatten
 
-Kind = Literal["weights", "update", "sketch", "basis", "prototype", "reference", "count", "statistics"]
+Kind = Literal["weights", "update", "sketch", "basis", "prototype", "reference", "count", "statistics", "protocol"]
 Least = Literal["sum", "each"]
 ALIGNMENT = 64
 

@@ -50,9 +50,15 @@ class Aligned(FedAvg):
 
     settings: Settings
 
+    @property
+    def needs_each(self) -> str | None:
+        return f"methods.{self.name} aligns single updates on the server. Use another method."
+
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
         """FedAvg's, with an update that the server needs by itself."""
         reply, memory = super().train(client, payload)
+        if self.needs_each is None:
+            return reply, memory
         update = replace(reply.parts["update"], least="each")
         return replace(reply, parts={**reply.parts, "update": update}), memory
 

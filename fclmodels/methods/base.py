@@ -52,6 +52,16 @@ class Method:
         """What a person should know of what the server knows after a task; a line stays as it is in later tasks."""
         return []
 
+    @property
+    def needs_each(self) -> str | None:
+        """Why the server needs single replies, with what would be right in its place; None: sums are enough."""
+        return None
+
+    @property
+    def sends_besides(self) -> str | None:
+        """What clients send that depends on their data, besides updates and running statistics."""
+        return None
+
     # On the server.
 
     def setup(self) -> Server:
@@ -111,6 +121,11 @@ class Method:
     def participants(self, task: int) -> tuple[int, ...]:
         """The clients that may be sampled in a task."""
         return self.run.splits.clients_with(task)
+
+    def sampled(self, task: int) -> int:
+        """How many clients a round of a task samples."""
+        able = len(self.participants(task))
+        return min(able, self.run.params.federation.clients_per_round or able)
 
     def rows(self, task: int, client: int) -> Rows:
         """A client's train rows in a task."""

@@ -62,6 +62,16 @@ class FedProTIP(Tip):
 
     settings: Settings
 
+    @property
+    def needs_each(self) -> str | None:
+        if self.settings.exchange == "bases":
+            return "methods.fedprotip.exchange: bases sends each client's own. Use exchange: sketch."
+        return super().needs_each
+
+    @property
+    def sends_besides(self) -> str | None:
+        return "bases or sketches"
+
     # Training.
 
     def payload(self, server: Server) -> Payload:

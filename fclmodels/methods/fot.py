@@ -85,6 +85,10 @@ class Fot(Subspaces):
                 "have none. Use gpse: global, or federation.faults.late: 0."
             )
 
+    @property
+    def sends_besides(self) -> str | None:
+        return "sketches"
+
     def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """FedProject, eq. 6."""
         return self.admissible(server, update)

@@ -85,6 +85,10 @@ class Injected(Prompted):
                 "head alone. Leave it out, or use model.head: growing."
             )
 
+    @property
+    def sends_besides(self) -> str | None:
+        return "prototypes"
+
     # On the server.
 
     def start_task(self, server: Server, task: int) -> Server:

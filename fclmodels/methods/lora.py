@@ -1,4 +1,4 @@
-"""LoRA on the frozen transformer: low-rank steps of W_Q and W_V, and the head, are averaged (Hu et al. 2021)."""
+"""LoRA on the frozen transformer: low-rank steps of W_Q and W_V, and the head (Hu et al. 2021, section 4.1)."""
 
 from fclmodels.backbones.adapters import LoraOnVit
 from fclmodels.methods.frozen import Frozen

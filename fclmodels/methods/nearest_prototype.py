@@ -1,7 +1,8 @@
 """The nearest-prototype classifier: no training; a class is the mean of its features on the frozen backbone.
 
 Each client tells its classes' counts and sums until the server has heard of it in the task. A head is the linear form
-of the nearest mean: w_c = mu_c, b_c = -||mu_c||^2 / 2, and no class is answered of which nobody has told.
+of the nearest mean (Snell et al. 2017, section 2.4, halved): w_c = mu_c, b_c = -||mu_c||^2 / 2, and no class is
+answered of which nobody has told.
 
 knowledge: `told`, {head: {weight [C], sum [C, F]}}; `heard`, the clients that have told of the present task.
 """
@@ -28,6 +29,10 @@ class NearestPrototype(Frozen):
 
     name = "nearest-prototype"
     paper = "Prototypical Networks for Few-shot Learning"
+
+    @property
+    def sends_besides(self) -> str | None:
+        return "prototypes"
 
     def start_task(self, server: Server, task: int) -> Server:
         started, known = super().start_task(server, task), server.knowledge.get("told", {})

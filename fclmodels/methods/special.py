@@ -70,6 +70,10 @@ class Special(AnchoredOnServer):
                     "Set partition.val above 0, or lambda to a number."
                 )
 
+    @property
+    def sends_besides(self) -> str | None:
+        return "val losses" if self.settings.lam == "auto" else None
+
     # On the server.
 
     def start_task(self, server: Server, task: int) -> Server:

@@ -61,6 +61,12 @@ class Stamp(Coreset):
 
     settings: Settings
 
+    @property
+    def needs_each(self) -> str | None:
+        if not self.settings.spatio:
+            return None
+        return "methods.stamp.spatio aligns single updates on the server. Set it to false."
+
     def gathered(self, replies: Replies) -> dict[str, Tensor]:
         return super().gathered(replies) if self.settings.spatio else FedAvg.gathered(self, replies)
 

@@ -65,6 +65,14 @@ class Tip(Projected):
             model = run.params.model.model_copy(update={"head": "per-task"})
             self.run = replace(run, params=run.params.model_copy(update={"model": model}))
 
+    @property
+    def needs_each(self) -> str | None:
+        if self.settings.tip and self._votes:
+            return f"methods.{self.name}.tip_reference: each lets every client vote. Use tip_reference: mean."
+        if self.settings.tip and self.settings.tip_voters == 1:
+            return f"methods.{self.name}.tip_voters: 1 makes a client's own reference the mean. Use more."
+        return super().needs_each
+
     # On the server.
 
     def known_features(self, server: Server) -> Tensor:

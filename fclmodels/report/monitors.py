@@ -1,4 +1,4 @@
-"""What monitors saw (federation/monitors.py), for the page: means over seeds, of the runs that had them on."""
+"""What monitors saw (federation/monitors/), for the page: means over seeds, of the runs that had them on."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -37,7 +37,7 @@ def published(groups: Iterable[Group]) -> dict[str, list[Figure]]:
     """By reading the papers' figures of what was run, each once."""
     found: dict[str, list[Figure]] = {}
     for run in (run for group in groups for run in group.runs):
-        for figure in _figures_of(run, run.result.preset or PresetSettings()):
+        for figure in _figures_for(run, run.result.preset or PresetSettings()):
             of_reading = found.setdefault(figure.table.reading, [])
             of_reading += [figure] if figure not in of_reading else []
     return found
@@ -53,20 +53,21 @@ def shrunk(groups: Iterable[Group]) -> list[str]:
     return texts
 
 
-def _figures_of(run: Run, preset: PresetSettings) -> list[Figure]:
+def figures_of(preset: PresetSettings, method: str) -> list[Figure]:
+    """All that a preset has of a method."""
+    tables = [table for table in preset.figures if method in table.rows]
+    return [Figure(str(preset.name), method, table, _decimals(preset, table.table)) for table in tables]
+
+
+def _figures_for(run: Run, preset: PresetSettings) -> list[Figure]:
     """Those of the run's method: where some are for just its settings, in their reading only these."""
-    tables = [
-        table
-        for table in preset.figures
-        if run.result.method in table.rows
-        and all(run.settings.get(name) == _text(value) for name, value in table.where.items())
+    found = [
+        figure
+        for figure in figures_of(preset, run.result.method)
+        if all(run.settings.get(name) == _text(value) for name, value in figure.table.where.items())
     ]
-    special = {table.reading for table in tables if table.where}
-    return [
-        Figure(str(preset.name), run.result.method, table, _decimals(preset, table.table))
-        for table in tables
-        if table.where or table.reading not in special
-    ]
+    special = {figure.table.reading for figure in found if figure.table.where}
+    return [figure for figure in found if figure.table.where or figure.table.reading not in special]
 
 
 def _decimals(preset: PresetSettings, name: str) -> int:

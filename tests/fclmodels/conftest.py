@@ -227,22 +227,31 @@ def federate(tmp_path: Path) -> Federate:
     return learn
 
 
-@pytest.fixture
-def experiment_of(tmp_path: Path, params_of: MakeParams, splits_of: MakeSplits) -> Iterator[Callable[..., Experiment]]:
-    """An experiment of its own home unless one is given; closed after the test."""
-    opened: list[Experiment] = []
+@pytest.fixture(scope="session")
+def new_experiment(params_of: MakeParams, splits_of: MakeSplits) -> Callable[..., Experiment]:
+    """An experiment on tiny splits, which whoever asks for it closes."""
 
     def make(
         *overrides: str,
+        home: Path,
         method: str = "fedavg",
         seed: int = 0,
         splits: Splits | None = None,
-        home: Path | None = None,
         listener: Listener | None = None,
     ) -> Experiment:
-        home = home or tmp_path / f"home-{len(opened)}"
         overrides = (*(VIT if method in ON_VIT else ()), *overrides)
-        opened.append(Experiment(params_of(*overrides), method, seed, splits or splits_of(), home, listener))
+        return Experiment(params_of(*overrides), method, seed, splits or splits_of(), home, listener)
+
+    return make
+
+
+@pytest.fixture
+def experiment_of(tmp_path: Path, new_experiment: Callable[..., Experiment]) -> Iterator[Callable[..., Experiment]]:
+    """An experiment of its own home unless one is given; closed after the test."""
+    opened: list[Experiment] = []
+
+    def make(*overrides: str, home: Path | None = None, **further: Any) -> Experiment:
+        opened.append(new_experiment(*overrides, home=home or tmp_path / f"home-{len(opened)}", **further))
         return opened[-1]
 
     yield make

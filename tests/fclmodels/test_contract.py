@@ -5,7 +5,8 @@ two of four clients a round, and one client without the second task. Late and mi
 federation/test_faults.py, also over all methods; deaths at every moment in test_resume.py, over the engine.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ def splits(splits_of: Callable[..., Splits]) -> Splits:
     return splits_of(train=SIZES)
 
 
-@pytest.fixture(params=METHODS)
-def run(request: pytest.FixtureRequest, experiment_of: MakeExperiment, splits: Splits, tmp_path: Path) -> Experiment:
-    """An experiment that has run, into tmp_path / run."""
-    experiment = experiment_of(*PARTIAL, method=request.param, splits=splits)
-    experiment.run(tmp_path / "run")
-    return experiment
+@pytest.fixture(scope="module", params=METHODS)
+def run(
+    request: pytest.FixtureRequest,
+    new_experiment: MakeExperiment,
+    splits: Splits,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Experiment]:
+    """An experiment that has run once for all tests here, into home / run."""
+    home = tmp_path_factory.mktemp(request.param)
+    with new_experiment(*PARTIAL, method=request.param, splits=splits, home=home) as experiment:
+        experiment.run(home / "run")
+        yield experiment
 
 
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
@@ -61,7 +68,7 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
         experiment_of(*PARTIAL, method=name, splits=splits, home=again, listener=StopsIn()).run(tmp_path / "stopped")
     except Stopped:
         experiment_of(*PARTIAL, method=name, splits=splits, home=again).run(tmp_path / "stopped")
-    assert remains(tmp_path / "stopped") == remains(tmp_path / "run")
+    assert remains(tmp_path / "stopped") == remains(run.home / "run")
 
 
 @pytest.mark.slow
@@ -70,7 +77,7 @@ def test_worker_processes_end_with_the_same_bits(
 ) -> None:
     workers = ("federation.executor=processes", "federation.workers=2")
     experiment_of(*PARTIAL, *workers, method=type(run.method).name, splits=splits).run(tmp_path / "workers")
-    assert remains(tmp_path / "workers") == remains(tmp_path / "run")
+    assert remains(tmp_path / "workers") == remains(run.home / "run")
 
 
 def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(run: Experiment, splits: Splits) -> None:
@@ -87,9 +94,10 @@ def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(run:
         assert scores is None or scores.shape == shape
 
 
-def test_the_ledger_holds_those_who_took_part_and_what_they_keep(run: Experiment, tmp_path: Path) -> None:
+def test_the_ledger_holds_those_who_took_part_and_every_byte(run: Experiment) -> None:
     """A client without the second task is in none of its rounds, two are in each, and memories weigh what they hold."""
-    ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet")
+    folder = run.home / "run"
+    ledger, result = pl.read_parquet(folder / "ledger.parquet"), json.loads((folder / "result.json").read_text())
     rounds = ledger.filter(pl.col("direction") != "kept", pl.col("round") >= 0)
     assert set(rounds.filter(direction="up")["least"]) <= {"sum", "each"}
     assert (rounds["bytes"] >= 0).all()
@@ -97,10 +105,12 @@ def test_the_ledger_holds_those_who_took_part_and_what_they_keep(run: Experiment
         assert 0 not in rounds.filter(task=1)["client"]
         of_each = rounds.group_by("task", "round").agg(pl.col("client").n_unique())
         assert of_each["client"].to_list() == [2, 2, 2, 2]
+    for way in ("up", "down"):
+        assert ledger.filter(direction=way)["bytes"].sum() == result[f"bytes_{way}"]
     kept = ledger.filter(direction="kept").group_by("client").agg(pl.col("bytes").last())
-    memories = {int(client): run.store.get(digest) for client, digest in last_state(run)["memories"].items()}
-    assert {client for client, size in kept.iter_rows() if size} == {
-        client for client, held in memories.items() if held
+    memories = last_state(run)["memories"]
+    assert dict(kept.filter(pl.col("bytes") > 0).iter_rows()) == {
+        int(client): run.store.path(digest).stat().st_size for client, digest in memories.items()
     }
 
 
