@@ -73,7 +73,7 @@ def description(result: dict[str, Any], run: str) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown. MLflow's pages leave no room between columns."""
-    lines = ([f"{cell}\N{EM SPACE}" for cell in line] for line in (header, *rows))
+    lines = ([f"{cell}&emsp;" for cell in line] for line in (header, *rows))
     first, *others = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, "|---" * len(header) + "|", *others])
 

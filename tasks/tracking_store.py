@@ -36,9 +36,9 @@ def set_up(uri: str) -> None:
 
 
 def database_of(uri: str) -> Path | None:
-    """The file of a SQLite database."""
+    """The file of a SQLite database; where a link leads to, for a file that is put in a link's place would be lost."""
     database = make_url(uri).database if uri.startswith("sqlite:") else None
-    return Path(database) if database else None
+    return Path(database).resolve() if database else None
 
 
 def experiment_named(client: MlflowClient, uri: str, name: str) -> str:

@@ -1,25 +1,13 @@
 """The pipeline under real DVC, Git, Prefect and MLflow, each command a process of its own."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-
-ROOT = Path(__file__).parents[2]
-COPIED = ("flows", "tasks", "fclmodels", ".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "params.yaml")
-SMALLER = {
-    "rounds: 10": "rounds: 2",
-    "  tasks: 5": "  tasks: 2",
-    "backbone: cnn": "backbone: mlp",
-    "  seeds:\n  - 0\n  - 1": "  seeds:\n  - 0",
-}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 Tool = Callable[..., str]
@@ -29,55 +17,14 @@ RUNS = {"fedavg-0", "fedprox-0", "joint-0"}  # of params.yaml, with one seed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh clone of this project with a smaller experiment, and `fcl` on the path."""
-    folder = tmp_path_factory.mktemp("clone")
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tmp", "cache"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    settings = (folder / "params.yaml").read_text()
-    for old, new in SMALLER.items():
-        assert old in settings
-        settings = settings.replace(old, new)
-    (folder / "params.yaml").write_text(settings)
-    fcl = folder / ".bin" / "fcl"
-    fcl.parent.mkdir()
-    fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli "$@"\n')
-    fcl.chmod(0o755)
-    return folder
+def folder(clone: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clone(tmp_path_factory.mktemp("clone"))
 
 
 @pytest.fixture(scope="module")
-def tool(folder: Path) -> Tool:
+def tool(tool: Callable[..., str], folder: Path) -> Tool:
     """Runs `git` or `dvc` in the clone; what it printed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = kept | {
-        "PATH": f"{folder}/.bin:{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
-        "FCL_SERVER_IDLE_SECONDS": "20",
-    }
-
-    def run(*command: str) -> str:
-        start = [sys.executable, "-m", "dvc"] if command[0] == "dvc" else [command[0]]
-        end = subprocess.run(
-            [*start, *command[1:]],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert end.returncode == 0, end.stdout
-        return end.stdout
-
-    run("git", "init", "-q")
-    run("git", "add", ".")
-    run("git", "commit", "-qm", "start")
-    return run
+    return partial(tool, folder)
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +108,3 @@ def test_changed_code_of_one_method_trains_that_method_only(folder: Path, tool: 
     assert {line.partition("-")[0] for line in learned if line.endswith("(known from before)")} == {"fedavg"}
     assert {line.partition("-")[0] for line in learned if not line.endswith("(known from before)")} == {"fedprox"}
     tool("dvc", "repro")
-
-
-def test_an_experiment_of_dvc_is_kept_with_its_metrics(folder: Path, tool: Tool, first: str) -> None:
-    printed = tool("dvc", "exp", "run", "-n", "stronger", "-S", "methods.fedprox.mu=0.5")
-    assert ran(printed) == {"experiment@fedprox-0", "report"}
-    shown = json.loads(tool("dvc", "exp", "show", "--json"))
-    (kept,) = [e["revs"][0]["data"] for base in shown for e in base["experiments"] or () if e["name"] == "stronger"]
-    assert kept["params"]["params.yaml"]["data"]["methods"]["fedprox"]["mu"] == 0.5
-    assert 0 < kept["metrics"]["report/metrics/fedprox-0.json"]["data"]["task_aware"]["acc"] <= 1
-    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    tagged = [run for run in runs if run.data.tags.get("dvc.experiment") == "stronger"]
-    found = [(run.info.run_name, run.data.params.get("settings.mu")) for run in tagged]
-    assert sorted(found, key=str) == [("fedavg, fedprox, joint", None), ("fedprox seed 0", "0.5")]

@@ -74,6 +74,6 @@ def test_a_runs_page_tells_its_figures_by_reading_its_matrix_and_how_to_make_it_
         "command": "fcl run --method fot",
     }
     table, remark, matrix, command = description(result, "abc").split("\n\n")
-    assert table.splitlines()[2].replace("\N{EM SPACE}", "") == "| Task-agnostic | 12.3 | – | −5.0 | – |"
+    assert table.splitlines()[2].replace("&emsp;", "") == "| Task-agnostic | 12.3 | – | −5.0 | – |"
     assert (remark, command) == ("The bases are full.", "`fcl run --method fot`")
     assert matrix == "![accuracy matrix](get-artifact?path=accuracy.png&run_uuid=abc)"

@@ -213,7 +213,7 @@ def test_what_only_the_result_tells_is_tracked(
     (of_plain, none), (tags, epsilon) = found
     told = of_plain.pop("mlflow.note.content")
     assert (of_plain, none) == ({}, None)
-    assert "| Task-aware\N{EM SPACE} | 50.0\N{EM SPACE} | –\N{EM SPACE} |" in told
+    assert "| Task-aware&emsp; | 50.0&emsp; | –&emsp; |" in told
     assert "](get-artifact?path=accuracy.png&run_uuid=" in told
     assert told.endswith("`fcl run`")
     note = tags.pop("mlflow.note.content")
