@@ -54,7 +54,7 @@ def logged(client: MlflowClient, experiment: str, groups: Sequence[Group], runs:
     identity = digest_of(sorted(run.info.run_id for run in runs.values()))
     found = client.search_runs([experiment], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
     methods = ", ".join(group.label for group in groups)
-    tags = {IDENTITY: identity, "mlflow.source.type": "LOCAL", "mlflow.source.name": "fcl compare"}
+    tags = {IDENTITY: identity, "mlflow.source.type": "LOCAL", "mlflow.source.name": "fcl report"}
     tags |= {name: _of_all(runs, name) for name in ("method", "seed", "scenario", "splits")}
     parent = found[0] if found else client.create_run(experiment, run_name=methods, tags={**tags, **origin()})
     id = str(parent.info.run_id)
