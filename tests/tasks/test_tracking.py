@@ -248,7 +248,7 @@ def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeyp
 
 
 def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow refuses what a kill leaves of one that is being set up."""
+    """MLflow refuses what a kill leaves of one that is being set up. Behind a link it lies where that leads."""
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(MlflowClient, "search_experiments", lambda *_, **__: 1 / 0)
@@ -256,12 +256,15 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         with pytest.raises(ZeroDivisionError), tracked(experiment(), killed, tmp_path):
             pytest.fail("nothing to track")
     assert not Path("killed.db").exists()
-    Path("mlflow.db.new").write_text("half a database")
+    Path("there").mkdir()
+    Path("mlflow.db").symlink_to("there/mlflow.db")
+    Path("there/mlflow.db.new").write_text("half a database")
     settings = TrackingSettings(uri="sqlite:///mlflow.db")
     with tracked(experiment(), settings, tmp_path):
         pass
     assert len(all_runs(settings)) == 1
-    assert not Path("mlflow.db.new").exists()
+    assert Path("mlflow.db").is_symlink()
+    assert not Path("there/mlflow.db.new").exists()
 
 
 @pytest.mark.parametrize("uri", ["gopher://x", "sqlite:////dev/null/mlflow.db", "sqlite:///params.yaml", "./mlruns"])
