@@ -12,7 +12,7 @@ from typing import Any
 
 from fclmodels.params import flat
 from fclmodels.report import words
-from fclmodels.report.html import percent
+from fclmodels.report.numbers import percent
 
 METRICS = {  # of metrics.summary; there is no place in a chart to explain a short name
     "acc": "acc",
