@@ -171,8 +171,14 @@ def init(
 
 @app.command()
 def status(params: ParamsFile = PARAMS, overrides: Set = [], json: Json = False) -> None:  # noqa: B006
-    """Show which data and runs of `experiment` are done, running, stale, and how many of their steps are cached."""
+    """Show which data and runs of `experiment` are done, running, stale, and how many of their steps are cached.
+
+    And of the stream of `arrivals`: what it is at, its champion, and what has arrived, waits or is set aside.
+    """
     from fclmodels.params import load
+    from flows import environment
+
+    environment.settle()
     from flows.status import states
 
     terminal.show(list(states(load(params, overrides), params, overrides)), json)

@@ -139,7 +139,9 @@ def stream(
     serve: Annotated[
         bool, typer.Option("--serve/--once", help="look by the clock until Ctrl-C, or once and now")
     ] = False,
-    cron: Annotated[str, typer.Option(help="when --serve looks: minute, hour, day, month, weekday")] = "0 2 * * *",
+    cron: Annotated[
+        str, typer.Option(help="when --serve looks, in UTC: minute, hour, day, month, weekday")
+    ] = "0 2 * * *",
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,

@@ -33,6 +33,7 @@ def settle(home: Path = HOME) -> None:
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a server's; there may be JSON
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the flows tell what happens; the UI has the logs

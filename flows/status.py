@@ -1,17 +1,29 @@
-"""`fcl status`: what of the experiment in the settings is there, what runs, and what is of other settings or code."""
+"""`fcl status`: what of the experiment in the settings is there, what runs, and what is of other settings or code.
 
-import fcntl
+And of the stream that goes on: what it is at, which versions are champion and challenger, what has arrived.
+"""
+
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from fclmodels.data.growing import GrowingStream
+from fclmodels.data.incoming import MARKER, arrived, not_taken
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.params import flat, load
 from fclmodels.settings import Params
 from flows.environment import HOME
+from flows.stream import known_by
+from tasks.arrivals import STREAMS
 from tasks.data import PREPARED, SPLITS, Origin, existing_splits, origin_of_prepared, origin_of_splits
+from tasks.locking import held
+from tasks.registry import GATE, TASKS, by_alias, gated
 from tasks.tracking import identity_of
 
 CHOSEN = ("federation.executor", "federation.workers", "federation.threads", "device")  # what `auto` may become
@@ -32,6 +44,39 @@ def states(params: Params, file: Path, overrides: Sequence[str] = ()) -> Iterato
             else:
                 found = _of_run(load(file, overrides, method), method, seed, folder, splits)
             yield {"what": str(folder), **found}
+    yield from of_stream(params)
+
+
+def of_stream(params: Params) -> Iterator[dict[str, Any]]:
+    """A row for the stream, for its champion and challenger, and for each arrival that it has not taken in."""
+    name, incoming = params.arrivals.name, params.arrivals.incoming
+    growing = GrowingStream(STREAMS / name)
+    parts = growing.parts
+    coming = [arrival for arrival in arrived(incoming) if not growing.has(arrival)]
+    left = list(not_taken(incoming))
+    if not (parts or coming or left):
+        return
+    client, versions, registered = MlflowClient(params.tracking.uri), {}, 0
+    if parts:  # else MLflow is not asked, which would make its database
+        try:
+            versions = by_alias(client, name)
+            keys = (known_by(params, parts[: part.number])[1] for part in parts)
+            registered = sum(gated(client, name, key) for key in keys)
+        except (MlflowException, SQLAlchemyError, OSError) as problem:
+            yield {"what": params.tracking.uri, **_row("not reached", str(problem).partition("\n")[0])}
+    if held(HOME / "locks" / f"stream-{name}"):
+        state = "running"
+    else:
+        state = "not begun" if not parts else "done" if registered == len(parts) else "stopped"
+    yield {"what": f"streams/{name}", **_row(state, None, f"{registered} of {len(parts)} tasks registered")}
+    for alias, version in versions.items():
+        why = version.tags.get(GATE, "").partition("; ")[2] or None
+        row = _row(f"version {version.version}", why, f"{version.tags[TASKS]} tasks learned")
+        yield {"what": f"models:/{name}@{alias}", **row}
+    for arrival in coming:
+        yield {"what": str(arrival.folder), **_row("waiting")}
+    for folder, reason in left:
+        yield {"what": str(folder), **_row("set aside" if reason else "not complete", reason or f"has no {MARKER} yet")}
 
 
 def _of_data(folder: Path, origin: Origin) -> dict[str, Any]:
@@ -48,7 +93,7 @@ def _of_run(params: Params, method: str, seed: int, folder: Path, splits: Path) 
     experiment = Experiment(params, method, seed, Splits.open(splits), HOME)
     done, state = _done(experiment)
     steps = f"{done} of {2 + 3 * experiment.tasks} cached"
-    if _held(HOME / "locks" / identity_of(experiment)):
+    if held(HOME / "locks" / identity_of(experiment)):
         return _row("running", None, steps)
     if not (folder / "result.json").is_file():
         return _row("stopped" if done else "not begun", None, steps)
@@ -79,15 +124,3 @@ def _done(experiment: Experiment) -> tuple[int, str | None]:
             break
         done, state = done + 1, outcome["objects"].get("state", state)
     return done, state
-
-
-def _held(lock: Path) -> bool:
-    """Whether another process is at this experiment."""
-    try:
-        with open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True

@@ -9,12 +9,18 @@ A task starts from the newest state, even where code or settings were changed af
 the outcomes of a task by the splits that end with it, method, seed and model. Another one of these begins anew.
 """
 
+import asyncio
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from prefect import flow
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.runner import Runner
+from prefect.types.entrypoint import EntrypointType
 
 from fclmodels import gate
 from fclmodels.data.growing import GrowingStream, Part, assembled, joined
@@ -39,7 +45,7 @@ from tasks.locking import locked
 from tasks.registry import announce, gated, register
 from tasks.reporting import publish, show_matrix
 from tasks.tracking import Tracking, track, tracked
-from tasks.tracking_store import set_up
+from tasks.tracking_store import asked, set_up
 from tasks.training import begin
 
 Row = dict[str, Any]
@@ -55,19 +61,30 @@ def stream(params: Path = Path("params.yaml"), overrides: Sequence[str] = (), qu
 
 
 def serve(cron: str, params: Path, overrides: Sequence[str], quiet: bool) -> None:
-    """The flow as a deployment of this process, started by the clock until Ctrl-C, never twice at once."""
-    from prefect.types.entrypoint import EntrypointType
-
+    """The flow as a deployment of this process, started by the clock until Ctrl-C or SIGTERM, never twice at once."""
+    try:
+        CronSchedule(cron=cron)
+    except ValueError:
+        right = 'minute, hour, day, month, weekday, as "0 2 * * *"'
+        raise UserError(f'--cron: "{cron}" is no schedule. Right: {right}.') from None
     name = for_arrivals(load(params, overrides)).arrivals.name
-    tell(f"{name}: looks for arrivals at {cron}; Ctrl-C ends it", quiet)
-    stream.serve(
+    clock = Clock(name=name, limit=1)
+    clock.add_flow(
+        stream,
         name=name,
         cron=cron,
         parameters={"params": params, "overrides": list(overrides), "quiet": quiet},
-        limit=1,
         entrypoint_type=EntrypointType.MODULE_PATH,
-        print_starting_message=False,
     )
+    with suppress(KeyboardInterrupt):
+        tell(f"{name}: looks for arrivals at {cron} (UTC); Ctrl-C ends it", quiet)
+        asyncio.run(clock.start())
+
+
+class Clock(Runner):
+    def handle_sigterm(self, *_: object) -> None:
+        """As Ctrl-C: Prefect's own way forgets to wait for what it stops."""
+        signal.raise_signal(signal.SIGINT)
 
 
 def for_arrivals(params: Params) -> Params:
@@ -84,6 +101,13 @@ def for_arrivals(params: Params) -> Params:
     return params.model_copy(update=changed)
 
 
+def known_by(settings: Params, parts: Sequence[Part]) -> tuple[dict[str, str], str]:
+    """Tags of the version that has learned these parts, and the key that it is found again by."""
+    of = settings.arrivals
+    tags = {"method": of.method, "seed": str(of.seed), "splits": joined(parts)[1]["digest"]}
+    return tags, digest_of({"stream": of.name, **tags, "model": settings.model.model_dump(mode="json")})
+
+
 class Line:
     """A stream as one method learns it: what is done, and what comes next."""
 
@@ -98,8 +122,10 @@ class Line:
         refuse_foreign(self.folder)
         assert isinstance(settings.data, ImageSettings)
         self.growing.refuse_other(settings.data, settings.partition.clients)
-        set_up(settings.tracking.uri)
         self.registry = MlflowClient(settings.tracking.uri)
+        with asked(settings.tracking.uri):
+            set_up(settings.tracking.uri)
+            self.registry.search_registered_models(max_results=1)
 
     def go_on(self) -> Iterator[Row]:
         """Finish what was taken in, then take in and learn one arrival after the other."""
@@ -125,9 +151,7 @@ class Line:
     def finish(self, part: Part) -> Iterator[Row]:
         """Learn and register a task as far as that is not done; what became of it, where anything was done."""
         arrivals, parts = self.settings.arrivals, self.growing.parts[: part.number]
-        splits = joined(parts)[1]["digest"]
-        tags = {"method": arrivals.method, "seed": str(arrivals.seed), "splits": splits}
-        key = digest_of({"stream": self.name, **tags, "model": self.settings.model.model_dump(mode="json")})
+        tags, key = known_by(self.settings, parts)
         known, done = self.store.recall(key), gated(self.registry, self.name, key)
         if known and done:
             self.outcomes += known["outcomes"]

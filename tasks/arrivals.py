@@ -28,7 +28,7 @@ def version(folder: Path) -> None:
     """`dvc add`, where the project has DVC; it is tried again while another DVC command holds its lock."""
     if not Path(".dvc").is_dir():
         return
-    command = [sys.executable, "-m", "dvc", "add", "-q", str(folder)]
+    command = [sys.executable, "-m", "dvc", "add", str(folder)]  # with -q it does not say what is wrong
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"dvc add {folder}: {done.stderr.strip()}")

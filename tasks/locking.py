@@ -20,6 +20,18 @@ def locked(path: Path, if_taken: Callable[[], None] = lambda: None) -> Iterator[
         yield
 
 
+def held(path: Path) -> bool:
+    """Whether a process holds the lock on this file."""
+    try:
+        with open(path, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+
+
 def _take(lock: IO[bytes]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

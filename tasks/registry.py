@@ -28,6 +28,14 @@ def gated(client: MlflowClient, model: str, key: str) -> bool:
     return found is not None and GATE in found.tags
 
 
+def by_alias(client: MlflowClient, model: str) -> dict[str, ModelVersion]:
+    """The champion and the challenger, where there are these."""
+    if not client.search_registered_models(f"name = '{model}'"):
+        return {}
+    aliases = client.get_registered_model(model).aliases
+    return {name: client.get_model_version(model, aliases[name]) for name in (CHAMPION, CHALLENGER) if name in aliases}
+
+
 @task(name="register", task_run_name="register {model}, {tasks} tasks", cache_policy=NO_CACHE)
 def register(
     client: MlflowClient, model: str, tasks: int, key: str, run_id: str, tags: dict[str, str], verdict: Verdict
@@ -63,7 +71,7 @@ def _version(client: MlflowClient, model: str, key: str) -> ModelVersion | None:
 def _create(client: MlflowClient, model: str, run_id: str, tags: dict[str, str]) -> ModelVersion:
     outputs = client.get_run(run_id).outputs
     assert outputs is not None
-    logged = outputs.model_outputs[-1]  # several where a run was tracked again, all of the same model
+    logged = outputs.model_outputs[-1]
     return client.create_model_version(model, f"models:/{logged.model_id}", run_id, tags=tags, model_id=logged.model_id)
 
 

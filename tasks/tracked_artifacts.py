@@ -123,11 +123,16 @@ def as_table(shown: Matrix) -> dict[str, Any]:
 
 
 def log_model(client: MlflowClient, run: str, model: Path) -> None:
-    """The model as a pyfunc: its code and its folder of safetensors and JSON, nothing pickled."""
+    """The model as a pyfunc: its code and its folder of safetensors and JSON, nothing pickled; once."""
     served = Model(model)
     kind = kind_of(served.shape)
     example = pd.DataFrame({"image": [np.zeros(served.shape, kind.dtype).tolist()]})
-    logged = client.create_logged_model(client.get_run(run).info.experiment_id, name="model", source_run_id=run)
+    known = client.get_run(run)
+    if known.outputs and known.outputs.model_outputs:
+        return
+    experiment = known.info.experiment_id
+    begun = client.search_logged_models([experiment], f"source_run_id = '{run}'")  # where a kill came between
+    logged = begun[0] if begun else client.create_logged_model(experiment, name="model", source_run_id=run)
     mlflow.set_tracking_uri(client.tracking_uri)
     mlflow.pyfunc.log_model(
         name="model",

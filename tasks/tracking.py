@@ -6,7 +6,6 @@ All goes through MlflowClient with the run's id, in batches; there is no active 
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +38,7 @@ class Tracking:
         self.client = client
         self.columns = COLUMNS + FAULTS * faults
         self.id: str = run.info.run_id
+        self.began: int = run.info.start_time  # of all metrics: those that are logged again after a kill are the same
         self.complete: bool = run.info.status == "FINISHED"
         self.failed_before: bool = ERROR in run.data.tags
         self.learned = int(run.data.tags.get(LEARNED, -1))
@@ -64,7 +64,7 @@ class Tracking:
         """The rounds of the last task, and the metrics of all tasks so far; once, also when the run is resumed."""
         if learned <= self.learned:
             return
-        now = time.time_ns() // 1_000_000
+        now = self.began
         trained = rounds.select("step", *self.columns)
         metrics = [Metric(name, value, now, learned) for name, value in metrics_of(summary).items()]
         metrics += [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
@@ -112,7 +112,7 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) 
         return
     from tasks.tracked_artifacts import log_artifacts  # draws and packs: only where there is something to log
 
-    now = time.time_ns() // 1_000_000
+    now = tracking.began
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
     metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
     if "rounds_to_best" in result:
@@ -135,7 +135,7 @@ def identity_of(experiment: Experiment) -> str:
 def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) -> Run:
     identity = identity_of(experiment)
     found = client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
-    if found:
+    if found and found[0].inputs and found[0].inputs.dataset_inputs:
         return found[0]
     params, method, seed = experiment.params, _method(experiment), experiment.seed
     name = f"{method} seed {seed}"
@@ -153,7 +153,7 @@ def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) ->
     if experiment.splits.grows:  # a run for each number of tasks
         name += f", {experiment.tasks} tasks"
         tags["mlflow.source.name"] = "fcl stream"
-    run = client.create_run(experiment_id, run_name=name, tags=tags)
+    run = found[0] if found else client.create_run(experiment_id, run_name=name, tags=tags)
     client.log_inputs(run.info.run_id, [_dataset(experiment)])
     return run
 
@@ -173,7 +173,9 @@ def origin() -> dict[str, str]:
     """Where the run comes from: the commit, and the DVC stage that started it."""
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", ""), "dvc.experiment": os.environ.get("DVC_EXP_NAME", "")}
     if git := shutil.which("git"):
-        asked = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            [git, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False
+        )
         tags["mlflow.source.git.commit"] = asked.stdout.strip()
     return {name: value for name, value in tags.items() if value}
 

@@ -5,10 +5,15 @@ import ipaddress
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +174,54 @@ def browser() -> Iterator[Browser]:
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
     yield Browser(driver)
     driver.quit()
+    with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = next(
+            found[1] for line in server.stdout if (found := re.search(r"started successfully on port (\d+)", line))
+        )
+        opened = Browser(f"http://127.0.0.1:{port}", binary)
+        yield opened
+        opened.ask("", "DELETE")
+        server.terminate()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., Any]:
+    """A context: `mlflow models serve` for a model of a store until its end."""
+    return contextmanager(_serving)
+
+
+def _serving(model: str, tracking_uri: str, log: Path) -> Iterator[Callable[[dict[str, Any]], list[dict[str, Any]]]]:
+    """The server on a free port of 127.0.0.1; gives a function from a request's JSON to the predictions."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": tracking_uri, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def ask(content: dict[str, Any]) -> list[dict[str, Any]]:
+        address, kind = f"http://127.0.0.1:{port}/invocations", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(address, json.dumps(content).encode(), kind)) as answer:
+            return json.loads(answer.read())["predictions"]
+
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not answers(f"http://127.0.0.1:{port}/ping"):
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield ask
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except OSError:
+        return False

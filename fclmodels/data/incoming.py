@@ -4,6 +4,7 @@ It is a tree of images by class, or one Parquet table of paths and labels. What 
 says why, and is left alone until somebody deletes that file.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fclmodels.data.sources.image_folder import ImageFolder
 from fclmodels.data.sources.image_table import ImageTable
 from fclmodels.errors import UserError
 from fclmodels.settings import ImageSettings
+from fclmodels.state import replacing
 
 MARKER, REASON = "COMPLETE", "SET-ASIDE.txt"
 
@@ -37,11 +39,25 @@ class Arrived:
         return ImageFolder(ImageFolder.Settings(source=ImageFolder.name, root=self.folder, **said))
 
     def set_aside(self, reason: str) -> None:
-        (self.folder / REASON).write_text(f"{reason}\n\nMend it and delete this file: then it is looked at again.\n")
+        with replacing(self.folder / REASON) as temporary:
+            temporary.write_text(f"{reason}\n\nMend it and delete this file: then it is looked at again.\n")
 
 
 def arrived(incoming: Path) -> list[Arrived]:
     """The folders that are complete and not set aside, in order of arrival."""
-    folders = [path for path in incoming.iterdir() if not path.name.startswith(".")] if incoming.is_dir() else []
-    complete = [path for path in folders if (path / MARKER).is_file() and not (path / REASON).exists()]
+    complete = [path for path in _folders(incoming) if (path / MARKER).is_file() and not (path / REASON).exists()]
     return sorted(Arrived((path / MARKER).stat().st_mtime_ns, path.name, path) for path in complete)
+
+
+def not_taken(incoming: Path) -> Iterator[tuple[Path, str | None]]:
+    """The other folders, by name: those that are set aside with the reason, and those that are not complete."""
+    for path in _folders(incoming):
+        if (path / REASON).exists():
+            yield path, (path / REASON).read_text().partition("\n")[0]
+        elif not (path / MARKER).is_file():
+            yield path, None
+
+
+def _folders(incoming: Path) -> list[Path]:
+    found = incoming.iterdir() if incoming.is_dir() else ()
+    return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))

@@ -45,7 +45,7 @@ SMALLER = {
     "backbone: cnn": "backbone: mlp",
     "  seeds:\n  - 0\n  - 1": "  seeds:\n  - 0",
 }
-PATIENCE = 300  # seconds, for a machine that does much else
+PATIENCE = 600  # seconds, for a machine that does much else
 
 Fcl = Callable[..., int]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -80,6 +80,20 @@ def arrive() -> Arrive:
         return incoming / name
 
     return make
+
+
+@pytest.fixture(scope="session")
+def stream_settings() -> str:
+    """Of a stream that learns fast, and whose gate lets everything through."""
+    return """
+data: {source: image-folder}
+partition: {kind: iid, clients: 3, val: 0.2}
+model: {backbone: mlp, hidden: 8}
+federation: {rounds: 4, executor: serial, threads: 1}
+device: cpu
+arrivals: {method: fedavg, gate: {acc: 0, forgetting: 1}}
+experiment: {methods: [fedavg], seeds: [0]} # DVC reads dvc.yaml with it
+"""
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """The stream that goes on: nothing is done twice, a kill changes nothing, and the gate says who is the champion."""
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from prefect.client.orchestration import get_client
 import flows.stream
 import tasks.registry
 from fclmodels.data import growing
-from fclmodels.data.incoming import REASON
+from fclmodels.data.incoming import MARKER, REASON
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Step
 from fclmodels.params import load
@@ -217,29 +215,36 @@ def test_another_model_begins_anew_and_is_champion_only_when_it_knows_as_much(
     assert aliases(project) == {"task-01": "3", "task-02": "4", "champion": "4", "challenger": "3"}
 
 
-@pytest.mark.slow
-def test_two_at_once_exclude_each_other_with_a_message(
-    night: Callable, fcl: Fcl, drop: Drop, project: Path, capsys: pytest.CaptureFixture[str]
+def test_status_tells_what_the_stream_is_at(
+    night: Callable, drop: Drop, fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def rows() -> dict[str, tuple[str, str | None, str | None]]:
+        capsys.readouterr()
+        assert fcl("status", "--json", *ANY) == 0
+        told = json.loads(capsys.readouterr().out)
+        return {row["what"]: (row["state"], row["why"], row["steps"]) for row in told if "runs/" not in row["what"]}
+
+    before = rows()
     drop("first", 0, 1)
-    order: list[str] = []
-    begun = threading.Event()
-
-    def other() -> None:
-        with locked(Path(".fcl/locks/stream-arrivals")):
-            begun.set()
-            time.sleep(2)
-            order.append("the other ended")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert begun.wait(10)
-    assert fcl("stream", *ANY) == 0
-    order.append("this one ended")
-    thread.join()
-    assert order == ["the other ended", "this one ended"]
-    assert "arrivals: another fcl stream is at it; waiting" in capsys.readouterr().err.splitlines()
-    assert len(versions(project)) == 1
+    (drop("later", 2, 3) / MARKER).unlink()
+    waits = {
+        "streams/arrivals": ("not begun", None, "0 of 0 tasks registered"),
+        "incoming/first": ("waiting", None, None),
+        "incoming/later": ("not complete", "has no COMPLETE yet", None),
+    }
+    assert rows() == before | waits
+    (drop("broken", 5) / "digit 5" / "3.png").write_bytes(b"no image")
+    night()
+    with locked(project / ".fcl/locks/stream-arrivals"):
+        found = rows()
+    state, reason, _ = found.pop("incoming/broken")
+    assert (state, "unreadable images: 1 (digit 5/3.png" in str(reason)) == ("set aside", True)
+    assert found == before | {
+        "streams/arrivals": ("running", None, "1 of 1 tasks registered"),
+        "models:/arrivals@champion": ("version 1", None, "1 tasks learned"),
+        "incoming/later": waits["incoming/later"],
+    }
+    assert rows()["streams/arrivals"][0] == "done"
 
 
 REFUSED = {
@@ -256,6 +261,16 @@ def test_settings_that_cannot_be_a_streams_are_refused(
 ) -> None:
     assert fcl("stream", "--set", setting) == 2
     assert told in capsys.readouterr().err
+    assert not Path("data/streams").exists()
+
+
+def test_a_tracking_server_that_does_not_answer_is_told_of_before_any_work(
+    drop: Drop, fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drop("first", 0, 1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert fcl("stream", *ANY, "--set", "tracking.uri=http://127.0.0.1:9") == 2
+    assert "tracking.uri: http://127.0.0.1:9 cannot be used: " in capsys.readouterr().err
     assert not Path("data/streams").exists()
 
 

@@ -1,16 +1,7 @@
 """The pyfunc around a model, called as MLflow calls it, and over HTTP."""
 
 import importlib.util
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,47 +103,10 @@ def test_signature_example_and_pinned_requirements_are_logged(logged: str) -> No
 
 
 @pytest.mark.slow
-def test_mlflow_serves_it_over_http(logged: str, folder: Path, tmp_path: Path) -> None:
+def test_mlflow_serves_it_over_http(logged: str, folder: Path, serving: Callable[..., Any], tmp_path: Path) -> None:
     with serving(f"models:/{logged}", f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "server.log") as ask:
         Image.fromarray(IMAGES[1, 0]).save(tmp_path / "image.png")
         images = [IMAGES[0].tolist(), str(tmp_path / "image.png")]
         assert ask({"dataframe_records": [{"image": image} for image in images]}) == Model(folder).answer(IMAGES[:2])
         known = {"dataframe_split": {"columns": ["image"], "data": [[images[0]]]}, "params": {"task": 1}}
         assert ask(known) == Model(folder).answer(IMAGES[:1], 1)
-
-
-@contextmanager
-def serving(model: str, tracking_uri: str, log: Path) -> Iterator[Callable[[dict[str, Any]], list[dict[str, Any]]]]:
-    """`mlflow models serve` on a free port of 127.0.0.1; gives a function from a request's JSON to the predictions."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": tracking_uri, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def ask(content: dict[str, Any]) -> list[dict[str, Any]]:
-        address, kind = f"http://127.0.0.1:{port}/invocations", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(address, json.dumps(content).encode(), kind)) as answer:
-            return json.loads(answer.read())["predictions"]
-
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        end = time.monotonic() + 120
-        while not answers(f"http://127.0.0.1:{port}/ping"):
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.3)
-        yield ask
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5):
-            return True
-    except OSError:
-        return False
