@@ -174,15 +174,6 @@ def browser() -> Iterator[Browser]:
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
     yield Browser(driver)
     driver.quit()
-    with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = next(
-            found[1] for line in server.stdout if (found := re.search(r"started successfully on port (\d+)", line))
-        )
-        opened = Browser(f"http://127.0.0.1:{port}", binary)
-        yield opened
-        opened.ask("", "DELETE")
-        server.terminate()
 
 
 @pytest.fixture(scope="session")
