@@ -11,6 +11,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export XDG_CACHE_HOME := $(CURDIR)/.fcl/cache
 export DO_NOT_TRACK := true
 export DVC_NO_ANALYTICS := 1
+# In .dvc/config it would be relative to a queued experiment's copy, which then fails.
+export DVC_SITE_CACHE_DIR := $(CURDIR)/.fcl/dvc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo ui report docs test test-slow test-all lint bench clean

@@ -14,7 +14,8 @@ from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, be
 
 Runs = Annotated[list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings]")]
 FromMlflow = Annotated[
-    bool, typer.Option("--from-mlflow", help="RUNS are experiments' names or runs' ids in tracking.uri [default: all]")
+    bool,
+    typer.Option("--from-mlflow", help="RUNS are experiments, ids or filters of runs in tracking.uri [default: all]"),
 ]
 PRETRAIN_PARAMS, PRETRAINED = Path("pretrain/params.yaml"), Path("data/pretrained/letters")
 
@@ -168,11 +169,12 @@ def stream(
 def compare(
     runs: Runs = None,
     from_mlflow: FromMlflow = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="write the report there too: see fcl report")] = None,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Methods side by side: mean and standard deviation over seeds. Writes nothing."""
+    """Methods side by side: mean and standard deviation over seeds. Without --out it writes nothing."""
     runs = _runs(runs, from_mlflow, params, overrides)
     if json:
         from fclmodels.report import comparison
@@ -182,6 +184,8 @@ def compare(
         from flows.side_by_side import show_comparison
 
         show_comparison(runs)
+    if out is not None:
+        report(runs, out=out, params=params, overrides=overrides)
 
 
 @app.command()
@@ -214,10 +218,11 @@ def report(
     overrides: Set = [],  # noqa: B006
     quiet: Quiet = False,
 ) -> None:
-    """Write the report: one page, and the metrics and plots that DVC shows."""
+    """Write the report: one page, and the metrics and plots that DVC shows. MLflow holds it with the runs' parent."""
     from flows.launch import start
 
-    page = start("flows.compare", "compare", runs=_runs(runs, from_mlflow, params, overrides), out=out)
+    runs = _runs(runs, from_mlflow, params, overrides)
+    page = start("flows.compare", "compare", runs=runs, out=out, params=params, overrides=overrides)
     terminal.tell(str(page), quiet)
 
 

@@ -6,11 +6,22 @@ They read these variables when they are imported, so `settle` comes before; what
 import os
 from pathlib import Path
 
-HOME = Path(".fcl")
+
+def project() -> Path:
+    """This folder; but that of the project where DVC runs an experiment in a copy, which goes with all but its outs."""
+    copies = (folder for folder in Path.cwd().parents if folder.parts[-3:] == (".dvc", "tmp", "exps"))
+    return next((folder.parents[2] for folder in copies), Path())
+
+
+HOME = project() / ".fcl"
+TRACKED = ("mlflow.db", "mlartifacts")  # where runs are tracked by default
 
 
 def settle(home: Path = HOME) -> None:
     folder = home.resolve()
+    for name in TRACKED if project().is_absolute() else ():
+        if not os.path.lexists(name):
+            os.symlink(project() / name, name)
     (folder / "prefect").mkdir(parents=True, exist_ok=True)  # Prefect warns where even the folder above is missing
     defaults = {
         "DO_NOT_TRACK": "true",

@@ -1,5 +1,6 @@
 """Runs as MLflow holds them, for a comparison: their result and tables, downloaded once into .fcl/mlflow."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +12,20 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RESULT = "result.json"
+FILTER = re.compile(r"[=<>]| (NOT )?(I?LIKE|IN) ", re.IGNORECASE)
 
 
 def run_folders(uri: str, wanted: Sequence[str]) -> list[Path]:
-    """Of finished runs: those of these experiments or with these ids, or all; on any tracking server."""
+    """Of finished runs, each once: those of these experiments, with these ids or found by these filters, or all."""
     environment.settle()
     import mlflow
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+
+    from tasks.tracking_store import asked
 
     client, folders = MlflowClient(uri), []
-    try:
-        for run in _ids(client, wanted):
+    with asked(uri):
+        for run in dict.fromkeys(_ids(client, wanted)):
             folder = environment.HOME / "mlflow" / run
             names = [file.path for file in client.list_artifacts(run) if file.path.endswith((RESULT, ".parquet"))]
             if RESULT not in names:  # of something else than an experiment, such as pretraining
@@ -34,9 +36,6 @@ def run_folders(uri: str, wanted: Sequence[str]) -> list[Path]:
                         run_id=run, artifact_path=name, dst_path=str(folder), tracking_uri=uri
                     )
             folders.append(folder)
-    except (MlflowException, SQLAlchemyError, OSError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
     if not folders:
         raise UserError(f"{uri} holds no finished run{' of ' + ', '.join(wanted) if wanted else ''}. See: fcl ui")
     return folders
@@ -47,7 +46,16 @@ def _ids(client: "MlflowClient", wanted: Sequence[str]) -> Iterator[str]:
     experiments = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
     for name in wanted or experiments:
         if name in experiments:
-            found = client.search_runs([experiments[name]], "attributes.status = 'FINISHED'", order_by=["start_time"])
-            yield from (run.info.run_id for run in found)
+            yield from _finished(client, [experiments[name]])
+        elif FILTER.search(name):
+            yield from _finished(client, list(experiments.values()), f" and {name}")
         else:
             yield client.get_run(name).info.run_id
+
+
+def _finished(client: "MlflowClient", experiments: list[str], also: str = "") -> Iterator[str]:
+    wanted, token = f"attributes.status = 'FINISHED'{also}", None
+    while token != "":
+        found = client.search_runs(experiments, wanted, order_by=["start_time"], page_token=token)
+        yield from (run.info.run_id for run in found)
+        token = found.token or ""

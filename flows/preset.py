@@ -31,5 +31,5 @@ def preset(name: str, params: Path, out: Path, overrides: Sequence[str] = (), qu
         for seed in settings.experiment.seeds:
             runs.append(out / f"{method}-{seed}")
             experiment(method, seed, runs[-1], params, overrides, quiet)
-    compare(runs, out / "report")
+    compare(runs, out / "report", params, overrides)
     return runs

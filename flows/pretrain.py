@@ -6,13 +6,10 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
-from mlflow.exceptions import MlflowException
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from sqlalchemy.exc import SQLAlchemyError
 
 from fclmodels.data.prepare import Prepared
-from fclmodels.errors import UserError
 from fclmodels.federation.executor import torch_threads
 from fclmodels.federation.run import choose_device
 from fclmodels.params import flat
@@ -24,7 +21,8 @@ from flows.terminal import tell
 from tasks import data
 from tasks.caching import Outcome, stored_task
 from tasks.locking import locked
-from tasks.tracking import ARTIFACTS, BATCH, IDENTITY, origin, set_up
+from tasks.tracking import BATCH, IDENTITY, origin
+from tasks.tracking_store import asked, experiment_named, set_up
 
 OUT = Path("data/pretrained/letters")
 PARAMS = Path("pretrain/params.yaml")
@@ -97,18 +95,11 @@ def prepared_for(settings: PretrainParams) -> Prepared:
 
 def _mlflow(settings: TrackingSettings) -> tuple[MlflowClient, str]:
     """The client and the id of the experiment; asked before any work."""
-    name = settings.experiment or EXPERIMENT
-    try:
-        with locked(HOME / "locks" / "mlflow"):  # its database cannot be set up by two at once
-            set_up(settings.uri)
-            client = MlflowClient(settings.uri)
-            if found := client.get_experiment_by_name(name):
-                return client, found.experiment_id
-            location = None if settings.uri.startswith("http") else ARTIFACTS.resolve().as_uri()
-            return client, client.create_experiment(name, artifact_location=location)
-    except (MlflowException, SQLAlchemyError, OSError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {settings.uri} cannot be used: {reason}") from problem
+    uri = settings.uri
+    with asked(uri), locked(HOME / "locks" / "mlflow"):  # its database cannot be set up by two at once
+        set_up(uri)
+        client = MlflowClient(uri)
+        return client, experiment_named(client, uri, settings.experiment or EXPERIMENT)
 
 
 def _finished_run(client: MlflowClient, experiment: str, step: Pretraining) -> str | None:

@@ -44,7 +44,8 @@ from tasks.evaluation import judge, so_far
 from tasks.locking import locked
 from tasks.registry import announce, gated, register
 from tasks.reporting import publish, show_matrix
-from tasks.tracking import Tracking, asked, set_up, track, tracked
+from tasks.tracking import Tracking, track, tracked
+from tasks.tracking_store import asked, set_up
 from tasks.training import begin
 
 Row = dict[str, Any]

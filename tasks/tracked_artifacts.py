@@ -1,6 +1,7 @@
-"""What MLflow keeps of a finished run besides numbers: matrices, knowledge, a model that it can serve."""
+"""What MLflow keeps of a finished run besides numbers: matrices, report, knowledge, a model that it can serve."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.models.signature import ModelSignature
 from mlflow.types.schema import AnyType, Array, ColSpec, ParamSchema, ParamSpec, Schema
 
+from fclmodels import report
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
 from fclmodels.report import words
@@ -23,6 +25,7 @@ from fclmodels.served import Model
 
 SERVED = Path(__file__).with_name("served.py")
 READING = "task_agnostic"
+ACCURACY, REPORT = "accuracy", "report.html"
 NEEDED = ("fclflow", "torch", "torchvision", "numpy", "pandas", "pillow", "safetensors")  # mlflow adds itself
 NEEDED_FOR_TEXTS = ("transformers",)
 SIGNATURE = ModelSignature(
@@ -51,12 +54,13 @@ class Matrix:
 
 
 def log_artifacts(client: MlflowClient, run: str, folder: Path) -> None:
+    """The files of a run folder, and what MLflow's pages show of them."""
     matrices = matrices_of(folder)
     for name, shown in matrices.items():
         client.log_figure(run, heat_map(shown), f"{name}.png")
         client.log_dict(run, as_table(shown), f"{name}.json")
-    tables = [{"path": f"{name}.json", "type": "table"} for name in matrices]
-    client.set_tag(run, "mlflow.loggedArtifacts", json.dumps(tables))
+    show_tables(client, run, list(matrices))
+    client.log_text(run, report.page([folder]), REPORT)
     for file in (folder / "result.json", *sorted(folder.glob("*.parquet"))):
         client.log_artifact(run, str(file))
     if (folder / "knowledge").is_dir():
@@ -64,10 +68,16 @@ def log_artifacts(client: MlflowClient, run: str, folder: Path) -> None:
     log_model(client, run, folder / "model")
 
 
+def show_tables(client: MlflowClient, run: str, names: Sequence[str]) -> None:
+    """MLflow shows these JSON files as tables."""
+    tables = [{"path": f"{name}.json", "type": "table"} for name in names]
+    client.set_tag(run, "mlflow.loggedArtifacts", json.dumps(tables))
+
+
 def matrices_of(folder: Path) -> dict[str, Matrix]:
     """The accuracy matrix and, by each reading in which a method predicts tasks, which one was taken for which."""
     accuracies = matrix(pl.read_parquet(folder / "accuracy.parquet"), READING)
-    matrices = {"accuracy": Matrix(f"accuracy in %, {_title(READING)}", "tasks learned", 0, "task", accuracies)}
+    matrices = {ACCURACY: Matrix(f"accuracy in %, {_title(READING)}", "tasks learned", 0, "task", accuracies)}
     if (folder / "confusion.parquet").is_file():
         confusion = pl.read_parquet(folder / "confusion.parquet")
         for reading in in_order(confusion["reading"]):

@@ -14,22 +14,18 @@ from typing import Any
 import polars as pl
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
-from mlflow.exceptions import MlflowException
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
 
-from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, Stage, digest_of
-from fclmodels.params import flat
 from fclmodels.report import words
 from fclmodels.settings import TrackingSettings
 from tasks.locking import locked
+from tasks.tracked_words import description, metrics_of, params_of
+from tasks.tracking_store import asked, experiment_named, set_up
 
 BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
-IDENTITY, LEARNED, ERROR = "fcl.identity", "fcl.learned", "fcl.error"
-ARTIFACTS = Path("mlartifacts")
+IDENTITY, LEARNED, ERROR, RESULT = "fcl.identity", "fcl.learned", "fcl.error", "fcl.result"
 COLUMNS = ("loss", "bytes_up", "bytes_down", "seconds")  # of rounds.parquet
 FAULTS = ("answers", "late", "missing")  # where clients can fail
 ONCE: tuple[Stage, ...] = ("begin", "conclude", "evaluate")
@@ -47,15 +43,15 @@ class Tracking:
         self.failed_before: bool = ERROR in run.data.tags
         self.learned = int(run.data.tags.get(LEARNED, -1))
 
-    def begin(self, settings: dict[str, Any]) -> None:
-        """The run goes on. Settings as flat params; once, for MLflow refuses to change them."""
+    def begin(self, params: dict[str, str]) -> None:
+        """The run goes on. Params once, for MLflow refuses to change them."""
         self.client.update_run(self.id, status="RUNNING")
         if self.failed_before:
             self.client.delete_tag(self.id, ERROR)
         if self.learned < 0:
-            params = [Param(name, str(value)) for name, value in flat(settings).items()]
-            for start in range(0, len(params), BATCH):
-                self.client.log_batch(self.id, params=params[start : start + BATCH])
+            listed = [Param(name, value) for name, value in params.items()]
+            for start in range(0, len(listed), BATCH):
+                self.client.log_batch(self.id, params=listed[start : start + BATCH])
             self._learned(0)
 
     def task_learned(
@@ -70,9 +66,8 @@ class Tracking:
             return
         now = self.began
         trained = rounds.select("step", *self.columns)
-        metrics = [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
-        for reading, values in summary.items():
-            metrics += [Metric(f"{reading}/{n}", v, now, learned) for n, v in values.items() if v is not None]
+        metrics = [Metric(name, value, now, learned) for name, value in metrics_of(summary).items()]
+        metrics += [Metric(name, value, now, step) for step, name, value in _of_rounds(trained)]
         if monitored is not None:
             last = monitored.filter(pl.col("task") == learned - 1)
             first = rounds["step"][0]
@@ -93,29 +88,21 @@ class Tracking:
 @contextmanager
 def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> Iterator[Tracking]:
     """The experiment's run: opened or found, and marked as failed where the block fails."""
-    with asked(settings.uri), locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
-        set_up(settings.uri)
-        client = MlflowClient(settings.uri)
-        run = _run_of(client, experiment, _mlflow_experiment(client, experiment, settings))
-    tracking = Tracking(client, run, experiment.params.federation.faults.on)
+    uri, params = settings.uri, experiment.params
+    with asked(uri), locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
+        set_up(uri)
+        client = MlflowClient(uri)
+        name = settings.experiment or f"{params.data.source} {params.stream.kind}"
+        run = _run_of(client, experiment, experiment_named(client, uri, name))
+    tracking = Tracking(client, run, params.federation.faults.on)
     if not tracking.complete:
-        tracking.begin(experiment.settings)
+        tracking.begin(params_of(experiment.settings, _method(experiment), experiment.seed))
     try:
         yield tracking
     except BaseException as problem:
         if not tracking.complete:
             tracking.failed(problem)
         raise
-
-
-@contextmanager
-def asked(uri: str) -> Iterator[None]:
-    """What keeps the store from answering within the block is a mistake in the settings."""
-    try:
-        yield
-    except (MlflowException, SQLAlchemyError, OSError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
 
 
 @task(name="track", task_run_name="{label}: track", cache_policy=NO_CACHE)
@@ -132,7 +119,7 @@ def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) 
         metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], now, 0))
     if "privacy" in result:
         metrics.append(Metric("epsilon", result["privacy"]["epsilon"], now, 0))
-    tags = [RunTag(name, text) for name, text in _tags(result).items()]
+    tags = [RunTag(name, text) for name, text in _tags(result, tracking.id).items()]
     tracking.client.log_batch(tracking.id, metrics=metrics, tags=tags)
     log_artifacts(tracking.client, tracking.id, folder)
     tracking.client.set_terminated(tracking.id, "FINISHED")
@@ -145,42 +132,34 @@ def identity_of(experiment: Experiment) -> str:
     return digest_of(keys)
 
 
-def set_up(uri: str) -> None:
-    """A database that is not there is made beside its place: MLflow refuses what a kill leaves of one half-made."""
-    database = make_url(uri).database if uri.startswith("sqlite:") else None
-    if not database or Path(database).exists():
-        return
-    unfinished = Path(f"{database}.new")
-    unfinished.unlink(missing_ok=True)
-    MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
-    unfinished.replace(database)
-
-
-def _mlflow_experiment(client: MlflowClient, experiment: Experiment, settings: TrackingSettings) -> str:
-    name = settings.experiment or f"{experiment.params.data.source} {experiment.params.stream.kind}"
-    if found := client.get_experiment_by_name(name):
-        return found.experiment_id
-    location = None if settings.uri.startswith("http") else ARTIFACTS.resolve().as_uri()
-    return client.create_experiment(name, artifact_location=location)
-
-
 def _run_of(client: MlflowClient, experiment: Experiment, experiment_id: str) -> Run:
     identity = identity_of(experiment)
     found = client.search_runs([experiment_id], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
     if found and found[0].inputs and found[0].inputs.dataset_inputs:
         return found[0]
-    params = experiment.params
+    params, method, seed = experiment.params, _method(experiment), experiment.seed
+    name = f"{method} seed {seed}"
     tags = {
         IDENTITY: identity,
-        "method": experiment.label.rpartition("-")[0],
-        "seed": str(experiment.seed),
+        "method": method,
+        "seed": str(seed),
         "scenario": f"{params.data.source}, {params.stream.kind}, {params.partition.kind}",
+        "tasks": str(experiment.tasks),
         "splits": experiment.splits.digest,
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.name": f"fcl run --method {method} --seed {seed}",
         **origin(),
     }
-    run = found[0] if found else client.create_run(experiment_id, run_name=experiment.label, tags=tags)
+    if experiment.splits.grows:  # a run for each number of tasks
+        name += f", {experiment.tasks} tasks"
+        tags["mlflow.source.name"] = "fcl stream"
+    run = found[0] if found else client.create_run(experiment_id, run_name=name, tags=tags)
     client.log_inputs(run.info.run_id, [_dataset(experiment)])
     return run
+
+
+def _method(experiment: Experiment) -> str:
+    return experiment.label.rpartition("-")[0]
 
 
 def _dataset(experiment: Experiment) -> DatasetInput:
@@ -201,16 +180,16 @@ def origin() -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
-def _tags(result: dict[str, Any]) -> dict[str, str]:
-    """What only the result tells, where it does: whose preset, how many rounds of how many, privacy, a note."""
-    tags = {"mlflow.note.content": "\n\n".join(words.notes(result))}
+def _tags(result: dict[str, Any], run: str) -> dict[str, str]:
+    """What only the result tells, where it does: its digest, whose preset, how many rounds of how many, privacy."""
+    tags = {RESULT: digest_of(result["digests"]), "mlflow.note.content": description(result, run)[:5000]}
     if "preset" in result:
         tags["preset"] = result["preset"]["name"]
     if "scaled" in result:
         tags["scaled"] = "{rounds} of {of} rounds".format(**{n: sum(counts) for n, counts in result["scaled"].items()})
     if "privacy" in result:
         tags["privacy"] = words.privacy(**result["privacy"])
-    return {name: text for name, text in tags.items() if text}
+    return tags
 
 
 def _of_rounds(rounds: pl.DataFrame) -> Iterator[tuple[int, str, float]]:

@@ -4,7 +4,6 @@ import importlib.util
 import ipaddress
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -129,51 +128,52 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Browser:
-    """Headless Chromium over chromedriver's HTTP (W3C WebDriver)."""
+    """Headless Chromium, driven by Selenium."""
 
-    def __init__(self, address: str, binary: str) -> None:
-        self.address = f"{address}/session"
-        options = {"binary": binary, "args": ["--headless", "--no-sandbox", "--disable-gpu"]}
-        capabilities = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
-        self.address += f"/{self.ask('', capabilities=capabilities)['sessionId']}"
-
-    def ask(self, command: str, method: str = "POST", **content: Any) -> Any:
-        data = json.dumps(content).encode() if method == "POST" else None
-        request = urllib.request.Request(f"{self.address}{command}", data, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["value"]
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
 
     def open(self, url: str) -> None:
-        self.ask("/url", url=url)
+        self.driver.get(url)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script that ends with `return` gives."""
-        return self.ask("/execute/sync", script=script, args=arguments)
+        return self.driver.execute_script(script, *arguments)
 
     def click(self, xpath: str) -> None:
-        (element,) = self.ask("/element", using="xpath", value=xpath).values()
-        self.ask(f"/element/{element}/click")
+        self.driver.find_element("xpath", xpath).click()
 
     def press(self, key: str) -> None:
         """On whatever has the focus."""
-        presses = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
-        self.ask("/actions", actions=[{"type": "key", "id": "keyboard", "actions": presses}])
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(key).perform()
+
+    def text(self, *expected: str, seconds: float = 90) -> str:
+        """What the page says, as soon as it says all that is expected."""
+        end = time.monotonic() + seconds
+        while True:
+            said = self.run("return document.body.innerText")
+            missing = [words for words in expected if words not in said]
+            if not missing:
+                return said
+            assert time.monotonic() < end, f"{missing} not in:\n{said}"
+            time.sleep(0.3)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if binary is None or driver is None:
+    binary, service = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or service is None:
         pytest.skip("chromium or chromedriver is not installed")
-    with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        port = next(
-            found[1] for line in server.stdout if (found := re.search(r"started successfully on port (\d+)", line))
-        )
-        opened = Browser(f"http://127.0.0.1:{port}", binary)
-        yield opened
-        opened.ask("", "DELETE")
-        server.terminate()
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1600,1200"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
+    yield Browser(driver)
+    driver.quit()
 
 
 @pytest.fixture(scope="session")

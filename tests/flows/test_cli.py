@@ -14,6 +14,7 @@ import typer
 from fclmodels.params import explain
 from fclmodels.plugins import all_of
 from fclmodels.report import comparison
+from flows import environment
 from flows.ending import end_well
 from flows.side_by_side import show_run
 
@@ -34,6 +35,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "params.yaml").write_text(SETTINGS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_where_dvc_experiments_in_a_copy_steps_and_runs_are_kept_in_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / ".dvc" / "tmp" / "exps" / "tmp1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert environment.project() == tmp_path
+    environment.settle(environment.project() / ".fcl")
+    assert {path.name: path.readlink() for path in copy.iterdir()} == {
+        name: tmp_path / name for name in environment.TRACKED
+    }
+    assert (tmp_path / ".fcl").is_dir()
+    monkeypatch.chdir(tmp_path)
+    assert environment.project() == Path()
+    environment.settle()
+    assert not (tmp_path / "mlflow.db").exists()
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -131,7 +131,7 @@ def test_a_resumed_run_has_each_number_once(fcl: Fcl, project: Path, monkeypatch
     client = MlflowClient(f"sqlite:///{project}/mlflow.db")
     history = client.get_metric_history(killed.info.run_id, "train/loss")
     assert sorted(metric.step for metric in history) == [0, 1, 2, 3]
-    accuracies = client.get_metric_history(killed.info.run_id, "task_agnostic/acc")
+    accuracies = client.get_metric_history(killed.info.run_id, "acc/task_agnostic")
     assert [metric.step for metric in accuracies] == [1, 2]
     assert accuracies[-1].value == pytest.approx(result()["metrics"]["task_agnostic"]["acc"])
 

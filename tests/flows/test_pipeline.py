@@ -55,14 +55,18 @@ def test_without_changes_there_is_nothing_to_do(tool: Tool, first: str) -> None:
 
 def test_mlflow_has_one_run_for_each_method_and_seed(folder: Path, first: str) -> None:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert {run.info.run_name for run in runs} == RUNS
+    runs = client.search_runs([client.get_experiment_by_name("digits class-incremental").experiment_id])
+    assert {f"{run.data.tags['method']}-{run.data.tags['seed']}" for run in runs} == RUNS
     assert len(runs) == len(RUNS)
     for run in runs:
+        name = f"{run.data.tags['method']}-{run.data.tags['seed']}"
         assert run.info.status == "FINISHED"
-        assert run.data.tags["dvc.stage"] == f"experiment@{run.info.run_name}"
-        result = json.loads((folder / "runs" / run.info.run_name / "result.json").read_text())
-        assert run.data.metrics["task_agnostic/acc"] == pytest.approx(result["metrics"]["task_agnostic"]["acc"])
+        assert run.data.tags["dvc.stage"] == f"experiment@{name}"
+        result = json.loads((folder / "runs" / name / "result.json").read_text())
+        assert run.data.metrics["acc/task_agnostic"] == pytest.approx(result["metrics"]["task_agnostic"]["acc"])
+    (parent,) = client.search_runs([client.get_experiment_by_name("comparisons").experiment_id])
+    assert parent.data.tags["dvc.stage"] == "report"
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs} == {parent.info.run_id}
 
 
 def test_dvc_shows_metrics_and_plots(folder: Path, tool: Tool, first: str) -> None:

@@ -66,7 +66,7 @@ def experiment(faults: bool = False, **changes: Any) -> Experiment:
     return SimpleNamespace(  # type: ignore[return-value]
         **facts,
         params=SimpleNamespace(**kinds),
-        splits=SimpleNamespace(digest="5" * 64, folder=Path("data/splits")),
+        splits=SimpleNamespace(digest="5" * 64, folder=Path("data/splits"), grows=False),
         step=lambda stage, before, task: SimpleNamespace(key=digest_of([stage, before, task, facts["settings"]])),
     )
 
@@ -90,8 +90,8 @@ def test_a_run_tells_its_settings_data_and_origin(settings: TrackingSettings, tm
     with tracked(experiment(), settings, tmp_path):
         pass
     (run,) = all_runs(settings)
-    assert run.info.run_name == "fedavg-0"
-    assert run.data.params == {"a.b": "1", "a.c": "[1, 2]", "d": "None"}
+    assert run.info.run_name == "fedavg seed 0"
+    assert run.data.params == {"method": "fedavg", "seed": "0", "a.b": "1", "a.c": "[1, 2]"}
     assert run.data.tags.items() >= {"method": "fedavg", "seed": "0", "scenario": "digits, s, p"}.items()
     (used,) = run.inputs.dataset_inputs
     assert used.dataset.digest == "5" * 36
@@ -114,8 +114,8 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
     client = MlflowClient(settings.uri)
     losses = client.get_metric_history(tracking.id, "train/loss")
     assert [(m.step, m.value) for m in losses] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
-    assert [m.step for m in client.get_metric_history(tracking.id, "task_agnostic/acc")] == [1, 2]
-    assert client.get_metric_history(tracking.id, "task_agnostic/ft") == []
+    assert [m.step for m in client.get_metric_history(tracking.id, "acc/task_agnostic")] == [1, 2]
+    assert client.get_metric_history(tracking.id, "forgetting_ft/task_agnostic") == []
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -199,7 +199,8 @@ def test_what_only_the_result_tells_is_tracked(
 ) -> None:
     monkeypatch.setattr("tasks.tracked_artifacts.log_artifacts", lambda *of: None)
     plain: dict[str, Any] = dict.fromkeys(("seconds", "bytes_up", "bytes_down", "bytes_kept"), 1)
-    plain |= {"metrics": {"task_aware": {}}, "settings": {"evaluation": {"batch_size": 64}}}
+    plain |= {"metrics": {"task_aware": {"acc": 0.5}}, "settings": {"evaluation": {"batch_size": 64}}}
+    plain |= {"digests": {"state": "5"}, "command": "fcl run"}
     privacy = {"epsilon": 7.25, "delta": 1e-5, "covers": "sketches", "clip": 1.0}
     more = {"preset": {"name": "tiny"}, "scaled": {"rounds": [4, 2], "of": [20, 10]}, "privacy": privacy}
     names = ("preset", "scaled", "privacy", "mlflow.note.content")
@@ -210,12 +211,16 @@ def test_what_only_the_result_tells_is_tracked(
         data = tracking.client.get_run(tracking.id).data
         found.append(({name: data.tags[name] for name in names if name in data.tags}, data.metrics.get("epsilon")))
     (of_plain, none), (tags, epsilon) = found
+    told = of_plain.pop("mlflow.note.content")
     assert (of_plain, none) == ({}, None)
+    assert "| Task-aware&emsp; | 50.0&emsp; | –&emsp; |" in told
+    assert "](get-artifact?path=accuracy.png&run_uuid=" in told
+    assert told.endswith("`fcl run`")
     note = tags.pop("mlflow.note.content")
     of_privacy = "epsilon 7.25 at delta 1e-05, for sketches."
     assert (tags, epsilon) == ({"preset": "tiny", "scaled": "6 of 30 rounds", "privacy": of_privacy}, 7.25)
     assert "A batch: 64 samples" in note
-    assert note.endswith(of_privacy)
+    assert of_privacy in note
 
 
 def test_thousands_of_numbers_and_hundreds_of_settings_fit(settings: TrackingSettings, tmp_path: Path) -> None:
@@ -223,7 +228,7 @@ def test_thousands_of_numbers_and_hundreds_of_settings_fit(settings: TrackingSet
     with tracked(experiment(settings=many), settings, tmp_path) as tracking:
         tracking.task_learned(1, rounds(0, count=700), SUMMARY)
     assert len(MlflowClient(settings.uri).get_metric_history(tracking.id, "train/loss")) == 700
-    assert len(all_runs(settings)[0].data.params) == 250
+    assert len(all_runs(settings)[0].data.params) == 252  # and method and seed
 
 
 def test_a_thread_makes_no_stray_run(settings: TrackingSettings, tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeyp
 
 
 def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow refuses what a kill leaves of one that is being set up."""
+    """MLflow refuses what a kill leaves of one that is being set up. Behind a link it lies where that leads."""
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(MlflowClient, "search_experiments", lambda *_, **__: 1 / 0)
@@ -251,12 +256,15 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         with pytest.raises(ZeroDivisionError), tracked(experiment(), killed, tmp_path):
             pytest.fail("nothing to track")
     assert not Path("killed.db").exists()
-    Path("mlflow.db.new").write_text("half a database")
+    Path("there").mkdir()
+    Path("mlflow.db").symlink_to("there/mlflow.db")
+    Path("there/mlflow.db.new").write_text("half a database")
     settings = TrackingSettings(uri="sqlite:///mlflow.db")
     with tracked(experiment(), settings, tmp_path):
         pass
     assert len(all_runs(settings)) == 1
-    assert not Path("mlflow.db.new").exists()
+    assert Path("mlflow.db").is_symlink()
+    assert not Path("there/mlflow.db.new").exists()
 
 
 @pytest.mark.parametrize("uri", ["gopher://x", "sqlite:////dev/null/mlflow.db", "sqlite:///params.yaml", "./mlruns"])
