@@ -133,7 +133,9 @@ def test_the_best_model_of_a_tracking_servers_runs_answers_over_http(
         "--artifacts-destination",
         str(tmp_path / "kept"),
     ]
-    start(tmp_path, "mlflow", "server", *words, "--host", "127.0.0.1", "--port", uri.rpartition(":")[2])
+    start(
+        tmp_path, "mlflow", "server", "--workers", "1", *words, "--host", "127.0.0.1", "--port", uri.rpartition(":")[2]
+    )
     wait_for(lambda: servers.healthy(uri), tmp_path)
     there = ("--set", f"tracking.uri={uri}")
     for method in ("fedavg", "fedprox"):
