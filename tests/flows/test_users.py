@@ -133,7 +133,9 @@ def test_the_best_model_of_a_tracking_servers_runs_answers_over_http(
         "--artifacts-destination",
         str(tmp_path / "kept"),
     ]
-    start(tmp_path, "mlflow", "server", *words, "--host", "127.0.0.1", "--port", uri.rpartition(":")[2])
+    start(
+        tmp_path, "mlflow", "server", "--workers", "1", *words, "--host", "127.0.0.1", "--port", uri.rpartition(":")[2]
+    )
     wait_for(lambda: servers.healthy(uri), tmp_path)
     there = ("--set", f"tracking.uri={uri}")
     for method in ("fedavg", "fedprox"):
@@ -150,7 +152,8 @@ def test_the_best_model_of_a_tracking_servers_runs_answers_over_http(
     (run, *_) = client.search_runs([experiment.experiment_id], order_by=order)
     assert (run.data.tags["method"], run.data.metrics["acc/task_agnostic"]) == (best, pytest.approx(accuracy[best]))
     client.create_registered_model("digits")
-    made = client.create_model_version("digits", f"models:/{run.outputs.model_outputs[0].model_id}", run.info.run_id)
+    model = run.outputs.model_outputs[0].model_id
+    made = client.create_model_version("digits", f"models:/{model}", run.info.run_id, model_id=model)
     client.set_registered_model_alias("digits", "champion", made.version)
     Image.fromarray((load_digits().images[3] * 15.9).astype("uint8")).save(tmp_path / "3.png")
     (answer,) = json.loads(
