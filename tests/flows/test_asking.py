@@ -96,6 +96,7 @@ def test_init_refuses_what_is_no_folder_of_classes(made: tuple[str, ...], fcl: F
     assert not (tmp_path / "p.yaml").exists()
 
 
+@pytest.mark.slow
 def test_status_tells_what_is_there_what_is_stale_and_what_is_cached(
     fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

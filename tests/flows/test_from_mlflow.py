@@ -45,6 +45,7 @@ def test_runs_of_a_store_compare_as_their_folders_do(
     assert "none such" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_is_the_parent_of_its_runs_and_one_for_the_same_runs(
     project: Path, fcl: Fcl, capsys: pytest.CaptureFixture[str]
 ) -> None:

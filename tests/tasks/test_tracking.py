@@ -247,6 +247,7 @@ def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeyp
     assert all_runs(settings)[0].data.tags["dvc.stage"] == "experiment@fedavg-0"
 
 
+@pytest.mark.slow
 def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow refuses what a kill leaves of one that is being set up. Behind a link it lies where that leads."""
     monkeypatch.chdir(tmp_path)

@@ -192,6 +192,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_main_process_that_is_killed(
     uneven: Splits, params_file: Path, tmp_path: Path
 ) -> None:

@@ -396,6 +396,7 @@ def test_an_interrupted_run_hears_its_late_clients_all_the_same(
     assert remains(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(
     five: Splits, undisturbed: dict[str, Any], experiment_of: MakeExperiment, remains: Remains, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def measure(params_file: Path, splits_of: Callable[..., Splits], tmp_path: Path)
     return run
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_of_which_twenty_are_sampled(measure: Callable[..., dict[str, float]]) -> None:
     few, many = (measure(clients, "federation.clients_per_round=20") for clients in (50, 1000))
     assert few["bytes_up"] == many["bytes_up"]

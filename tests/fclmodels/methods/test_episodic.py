@@ -189,7 +189,8 @@ def test_only_the_model_travels_and_what_is_kept_is_counted(
         assert content < row["bytes"] < content + 1000  # the file has a header
 
 
-@pytest.mark.parametrize("method", ["er", pytest.param("agem", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["er", "agem"])
 def test_memories_follow_their_clients_wherever_they_run(
     method: str, experiment_of: Callable, uneven: Splits, remains: Callable, tmp_path: Path
 ) -> None:

@@ -288,6 +288,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
     assert remains(tmp_path / "run") == remains(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_bits(
     experiment_of: Callable, splits_of: Callable, remains: Callable, tmp_path: Path
 ) -> None:

@@ -285,7 +285,13 @@ def test_settings_that_would_do_nothing_are_refused(pip_of: Callable, splits_of:
         pip_of(earlier=True, splits=splits_of(head="per-task"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"head": "own", "omega": "participation"}, {"earlier": True}])
+INTERRUPTED = [
+    {"head": "own", "omega": "participation"},
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ({}, {"earlier": True})),
+]
+
+
+@pytest.mark.parametrize("settings", INTERRUPTED)
 def test_an_interrupted_run_goes_on_to_the_bit(
     settings: dict[str, Any], experiment_of: Callable, remains: Callable, tmp_path: Any, splits_of: Callable
 ) -> None:
