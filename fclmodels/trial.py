@@ -35,6 +35,7 @@ WAYS = {
     "receives in each round": ("down", False),
     "receives after a task": ("down", True),
 }
+WORDS = 240  # letters of a method's own text that a terminal shows
 
 About = dict[str, Any]
 
@@ -51,10 +52,14 @@ def about(names: Sequence[str]) -> list[About]:
 
 
 def lines(found: About) -> list[str]:
-    """About ten lines for a terminal."""
-    told = [f"{found['name']}: {found['what']}", f"from: {found['paper']}", *found["text"][:3]]
+    """At most ten lines for a terminal."""
+    told = [f"{found['name']}: {found['what']}", f"from: {found['paper']}"]
+    told += [shorten(text, WORDS, placeholder=" ...") for text in found["text"][1:2]]
     traffic, network = found["traffic"], found["model_bytes"]
-    told += [f"a client {way}: {', '.join(map(_part, traffic[way]))}" for way in (*WAYS, "keeps") if traffic[way]]
+    for what in ("sends", "receives", "keeps"):
+        ways = {way.removeprefix(what).strip(): parts for way, parts in traffic.items() if way.startswith(what)}
+        parts = [f"{when} {', '.join(map(_part, of_way))}".strip() for when, of_way in ways.items() if of_way]
+        told += [f"a client {what}: {'; '.join(parts)}"] if parts else []
     told.append(f"of that the server needs {_least(traffic)}; 100 % is the network of a short trial ({network} B)")
     if found["predicts_tasks"]:
         told.append("it predicts the task of a sample by itself")

@@ -35,9 +35,9 @@ def test_prompts_travel_and_the_frozen_backbone_does_not(found: dict[str, dict])
     assert "prototypes" in [row["part"] for row in traffic["receives in each round"]]
 
 
-def test_it_takes_about_ten_lines_that_begin_with_the_methods_own_words(found: dict[str, dict]) -> None:
+def test_it_takes_ten_lines_at_most_that_begin_with_the_methods_own_words(found: dict[str, dict]) -> None:
     for name, each in found.items():
         told = lines(each)
-        assert len(told) <= 13
+        assert 6 <= len(told) <= 10
         assert told[0].startswith(f"{name}: ")
         assert told[-1] == f"settings: fcl params {name}"

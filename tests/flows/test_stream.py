@@ -101,15 +101,22 @@ def test_tasks_are_learned_registered_and_gated_and_nothing_is_done_twice(
     assert steps == ["learn 2", "conclude 2", "evaluate 3", "judge 3"]
 
 
-def test_what_the_gate_holds_back_is_the_challenger_and_told_why(night: Callable, drop: Drop, project: Path) -> None:
+def test_what_the_gate_holds_back_is_the_challenger_and_told_why(
+    night: Callable, drop: Drop, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drop("first", 0, 1)
     night()
     drop("second", 2, 3)
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(tasks.registry, "emit_event", lambda **event: events.append(event))
     (told,) = night("--set", "arrivals.gate.acc=1", "--set", "arrivals.gate.forgetting=-1")
     assert told["became"] == "challenger"
     assert "is below arrivals.gate.acc, 100.0 %; forgetting" in told["why"]
     assert aliases(project) == {"task-01": "1", "task-02": "2", "champion": "1", "challenger": "2"}
     assert versions(project)["2"]["gate"] == f"challenger; {told['why']}"
+    (event,) = events
+    assert event["event"] == "fcl.stream.challenger"
+    assert event["payload"] == {"about": "version 2, 2 tasks", "reasons": told["why"].split("; ")}
     with get_client(sync_client=True) as client:
         artifacts = [artifact for artifact in client.read_artifacts() if artifact.key == "stream-arrivals"]
     newest = max(artifacts, key=lambda artifact: artifact.created)

@@ -79,6 +79,7 @@ def test_a_task_that_arrives_is_learned_by_a_scheduled_run_and_its_model_becomes
         "PREFECT_HOME": str(scheduled / "home"),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
 
     def prefect(*words: str) -> Any:

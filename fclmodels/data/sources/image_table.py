@@ -52,7 +52,10 @@ def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
         rows = rows.with_columns(client=pl.lit(ImageTable.name))
     elif not rows["client"].dtype.is_integer():
         raise UserError(f"data.table: {file}: client must be whole numbers from 0 on, not {rows['client'].dtype}.")
-    rows = rows.select(pl.col("path", "label", "client").cast(pl.String))
+    try:
+        rows = rows.select(pl.col("path", "label", "client").cast(pl.String))
+    except pl.exceptions.PolarsError as problem:
+        raise UserError(f"data.table: {file}: path and label must be text, and here one is not.") from problem
     for name in rows.columns:
         if count := rows[name].null_count():
             raise UserError(f"data.table: {file}: {name} is empty in {count} rows. Fill it in, or leave the rows out.")

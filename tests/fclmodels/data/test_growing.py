@@ -211,6 +211,8 @@ def test_clients_that_a_table_names_have_their_samples(tabled: Callable, stream:
 WRONG = {
     "no label": ({"label": None}, "has no column label"),
     "empty": ({"label": ["a"] * 29 + [None]}, "label is empty in 1 rows"),
+    "lists for labels": ({"label": [["a"]] * 30}, "path and label must be text"),
+    "bytes for paths": ({"path": [b"\xff\xfe%d" % i for i in range(30)]}, "path and label must be text"),
     "text clients": ({"client": ["0"] * 30}, "client must be whole numbers from 0 on, not String"),
     "unknown client": ({"client": [0] * 29 + [7]}, "client 7 is none of the stream's. Right: 0 to 2"),
     "negative client": ({"client": [0] * 29 + [-1]}, "client -1 is none of the stream's"),

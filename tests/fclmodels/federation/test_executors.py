@@ -112,6 +112,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_result_is_the_same(
     assert remains(tmp_path / "run") == serially
 
 
+@pytest.mark.slow
 def test_a_client_whose_worker_dies_in_training_is_run_again(
     serially: dict[str, Any], uneven: Splits, experiment_of: MakeExperiment, remains: Remains, tmp_path: Path
 ) -> None:

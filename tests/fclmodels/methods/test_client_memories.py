@@ -52,7 +52,8 @@ def test_only_the_model_travels_and_what_is_kept_is_counted(
         assert content < size < content + HEADER
 
 
-@pytest.mark.parametrize("method", ["ewc", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_memories_follow_their_clients_wherever_they_run(
     method: str, experiment_of: Callable, uneven: Splits, remains: Callable, tmp_path: Path
 ) -> None:

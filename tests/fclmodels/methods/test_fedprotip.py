@@ -462,7 +462,11 @@ VARIANTS = [
         marks=pytest.mark.slow,
         id="release",
     ),
-    pytest.param(("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"), id="sums"),
+    pytest.param(
+        ("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"),
+        marks=pytest.mark.slow,
+        id="sums",
+    ),
 ]
 
 
