@@ -455,19 +455,11 @@ def test_tip_tells_tasks_of_different_images_apart(
 # The engine.
 
 
-VARIANTS = [
-    pytest.param((), marks=pytest.mark.slow, id="default"),
-    pytest.param(
-        ("rank_rule=total-energy", "union=sequential", "tip_later=zero", "vectors=trained"),
-        marks=pytest.mark.slow,
-        id="release",
-    ),
-    pytest.param(
-        ("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"),
-        marks=pytest.mark.slow,
-        id="sums",
-    ),
-]
+VARIANTS = {
+    "default": (),
+    "release": ("rank_rule=total-energy", "union=sequential", "tip_later=zero", "vectors=trained"),
+    "sums": ("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"),
+}
 
 
 class StoppedError(Exception):
@@ -482,7 +474,8 @@ class Stops(Listener):
             raise StoppedError
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_interruption_and_workers_change_no_bit(
     variant: tuple[str, ...], experiment_of: Callable, splits_of: Callable, remains: Callable, tmp_path: Path
 ) -> None:
