@@ -140,6 +140,13 @@ class Browser:
         """What a script that ends with `return` gives."""
         return self.driver.execute_script(script, *arguments)
 
+    def drawn(self, script: str, seconds: float = 90) -> Any:
+        """What it gives as soon as that is something."""
+        end = time.monotonic() + seconds
+        while not (given := self.run(script)) and time.monotonic() < end:
+            time.sleep(0.3)
+        return given
+
     def click(self, xpath: str) -> None:
         self.driver.find_element("xpath", xpath).click()
 

@@ -160,7 +160,7 @@ def test_mlflows_pages_say_something_without_set_up(
     opened(
         f"compare-runs?runs={quote(listed)}&experiments={quote(json.dumps([ids['digits']]))}", "Parallel Coordinates"
     )
-    axes = browser.run("return [...document.querySelectorAll('.axis-title')].map(title => title.textContent)")
+    axes = browser.drawn("return [...document.querySelectorAll('.axis-title')].map(title => title.textContent)")
     assert axes == ["method", "seed", "settings.mu", "acc/task_agnostic"]
 
     mine = f"{here}/{found['fedprox seed 0']}"
