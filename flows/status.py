@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from fclmodels.data.growing import GrowingStream
 from fclmodels.data.incoming import MARKER, arrived, not_taken
@@ -25,6 +23,7 @@ from tasks.data import PREPARED, SPLITS, Origin, existing_splits, origin_of_prep
 from tasks.locking import held
 from tasks.registry import GATE, TASKS, by_alias, gated
 from tasks.tracking import identity_of
+from tasks.tracking_store import UNREACHED
 
 CHOSEN = ("federation.executor", "federation.workers", "federation.threads", "device")  # what `auto` may become
 NAMED = 4  # settings that differ
@@ -63,7 +62,7 @@ def of_stream(params: Params) -> Iterator[dict[str, Any]]:
             versions = by_alias(client, name)
             keys = (known_by(params, parts[: part.number])[1] for part in parts)
             registered = sum(gated(client, name, key) for key in keys)
-        except (MlflowException, SQLAlchemyError, OSError) as problem:
+        except UNREACHED as problem:
             yield {"what": params.tracking.uri, **_row("not reached", str(problem).partition("\n")[0])}
     if held(HOME / "locks" / f"stream-{name}"):
         state = "running"

@@ -173,10 +173,8 @@ def origin() -> dict[str, str]:
     """Where the run comes from: the commit, and the DVC stage that started it."""
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", ""), "dvc.experiment": os.environ.get("DVC_EXP_NAME", "")}
     if git := shutil.which("git"):
-        asked = subprocess.run(
-            [git, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False
-        )
-        tags["mlflow.source.git.commit"] = asked.stdout.strip()
+        head = subprocess.run([git, "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True, check=False)
+        tags["mlflow.source.git.commit"] = head.stdout.strip()
     return {name: value for name, value in tags.items() if value}
 
 

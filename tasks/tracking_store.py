@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fclmodels.errors import UserError
 
 ARTIFACTS = Path("mlartifacts")
+UNREACHED = (MlflowException, SQLAlchemyError, OSError)
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def asked(uri: str) -> Iterator[None]:
     """What keeps the store from answering within the block is a mistake in the settings."""
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as problem:
+    except UNREACHED as problem:
         reason = str(problem).partition("\n")[0]
         raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
 
