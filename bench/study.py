@@ -215,8 +215,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", nargs="+", help="labels, if not all")
+    parser.add_argument("--set", nargs="+", default=[], help="settings over the study's own")
     given = parser.parse_args()
     study = Study.model_validate(yaml.safe_load(given.study.read_text()))
+    study.set += given.set
     out = given.out or Path("tries") / given.study.stem
     labels = given.rows or list(study.rows)
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
