@@ -101,6 +101,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **_scaled(experiment),
         **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
         **_faults(experiment, tables["rounds"]),
+        **({"refused": server.refused} if server.refused else {}),
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
         **({"privacy": privacy} if (privacy := _privacy(experiment, server)) else {}),
     }
@@ -130,7 +131,8 @@ def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
     if not experiment.params.federation.faults.on:
         return {}
     counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
-    return {"faults": {**counts, "dropped": counts["clients"] - counts["missing"] - counts["answers"]}}
+    unheard = counts["clients"] - counts["missing"] - counts["answers"] - rounds["refused"].sum()
+    return {"faults": {**counts, "dropped": unheard}}
 
 
 def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:

@@ -147,6 +147,20 @@ class PrivacySettings(Settings):
         return self.noise_multiplier or 0.0
 
 
+class InspectionSettings(Settings):
+    """What the server does with a reply before it touches the model."""
+
+    check: bool = Field(True, description="refuse replies that are malformed, not finite or far too long")
+    largest: float | None = Field(
+        30.0,
+        ge=1,
+        description="longest update that is taken, in lengths of the round's median one; null: any that is finite",
+    )
+    patience: PositiveInt | None = Field(
+        3, description="refused replies after which a client is not asked any more; null: never"
+    )
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -179,6 +193,7 @@ class FederationSettings(Settings):
     faults: FaultSettings = FaultSettings()
     secagg: SecAggSettings = SecAggSettings()
     privacy: PrivacySettings = PrivacySettings()
+    inspection: InspectionSettings = InspectionSettings()
 
 
 class OptimizerSettings(Settings):

@@ -247,7 +247,11 @@ class Sums(Replies):
         self.facts = masked.facts
         self._log = sums.pop(LOG, None)
         self._known = sums
-        self.parts = {name: kind for name, kind in masked.parts.items() if name in sums}
+        self._masked = masked
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {name: part for name, part in self._masked.parts.items() if name in self._known}
 
     def sum(self, part: str) -> Tensors:
         return self._known[part]
