@@ -161,6 +161,17 @@ class InspectionSettings(Settings):
     )
 
 
+class RobustSettings(Settings):
+    """Of the robust rules of federation.aggregation."""
+
+    bad: float = Field(
+        0.2, ge=0, lt=0.5, description="share of replies that may be bad, under trimmed-mean, krum and multi-krum"
+    )
+    clip: PositiveFloat = Field(
+        1.0, description="under clipped: longest update that counts in full, in lengths of the round's median one"
+    )
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -194,6 +205,10 @@ class FederationSettings(Settings):
     secagg: SecAggSettings = SecAggSettings()
     privacy: PrivacySettings = PrivacySettings()
     inspection: InspectionSettings = InspectionSettings()
+    aggregation: Literal["mean", "clipped", "median", "trimmed-mean", "krum", "multi-krum"] = Field(
+        "mean", description="what the server makes of updates; all but mean bear some bad ones, and need single replies"
+    )
+    robust: RobustSettings = RobustSettings()
 
 
 class OptimizerSettings(Settings):

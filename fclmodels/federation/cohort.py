@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fclmodels.federation import inspection
@@ -14,6 +15,7 @@ from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
 from fclmodels.federation.secure import Session
+from fclmodels.numerics.robust import robust_mean
 from fclmodels.settings import FederationSettings
 
 
@@ -141,7 +143,11 @@ class Cohort:
 
     @property
     def _rule(self) -> Rule | None:
-        return None
+        """What takes the place of weighted means; training in one place has nothing to average."""
+        kind, robust = self._settings.aggregation, self._settings.robust
+        if kind == "mean" or self.executor.method.pooled_bytes is not None:
+            return None
+        return partial(robust_mean, kind, robust.bad, robust.clip)
 
     def _remember(self, client: int, memory: Path | None) -> None:
         if memory is None:

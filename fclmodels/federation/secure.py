@@ -59,6 +59,8 @@ def needs_more(method: "Method") -> str | None:
         return f"methods.{name} brings all samples to one place, and no replies are summed. Use another method."
     if method.personal:
         return f"methods.{name} keeps parts of the model with its clients, which are evaluated one by one. Share them."
+    if (rule := method.run.params.federation.aggregation) != "mean":
+        return f"federation.aggregation: {rule} compares single replies. Use mean."
     return method.needs_each
 
 
