@@ -15,6 +15,7 @@ import polars as pl
 from fclmodels import served, state
 from fclmodels.errors import UserError
 from fclmodels.federation import private
+from fclmodels.federation.attacks import bad_clients
 from fclmodels.federation.server import Server
 from fclmodels.metrics import rounds_to_best, summary
 from fclmodels.store import Store
@@ -102,6 +103,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
         **_faults(experiment, tables["rounds"]),
         **({"refused": server.refused} if server.refused else {}),
+        **_attack(experiment),
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
         **({"privacy": privacy} if (privacy := _privacy(experiment, server)) else {}),
     }
@@ -140,6 +142,12 @@ def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
     if experiment.params.federation.privacy.on:
         return private.worth(experiment.method, experiment.tasks)
     return server.knowledge.get("privacy")
+
+
+def _attack(experiment: "Experiment") -> dict[str, Any]:
+    """What bad clients did, and which those were."""
+    bad = bad_clients(experiment.method.run)
+    return {"attack": {**experiment.params.federation.attack.model_dump(), "clients": bad}} if bad else {}
 
 
 def _command(experiment: "Experiment", place: Path) -> str:

@@ -161,6 +161,27 @@ class InspectionSettings(Settings):
     )
 
 
+class AttackSettings(Settings):
+    """Some clients are bad, in a simulation (federation/attacks.py)."""
+
+    kind: Literal[
+        "none",
+        "label-flip",
+        "backdoor",
+        "sign-flip",
+        "scaled",
+        "noise",
+        "claim",
+        "basis",
+        "prototype",
+        "reference",
+    ] = Field("none", description="what bad clients do, for studies: to their data, their updates or their knowledge")
+    share: float = Field(0.2, gt=0, le=1, description="share of all clients that are bad, drawn from the seed")
+    strength: PositiveFloat = Field(
+        10.0, description="factor on a bad update's length, or on the samples that are claimed; not of all attacks"
+    )
+
+
 class RobustSettings(Settings):
     """Of the robust rules of federation.aggregation."""
 
@@ -209,6 +230,7 @@ class FederationSettings(Settings):
         "mean", description="what the server makes of updates; all but mean bear some bad ones, and need single replies"
     )
     robust: RobustSettings = RobustSettings()
+    attack: AttackSettings = AttackSettings()
 
 
 class OptimizerSettings(Settings):
