@@ -133,8 +133,9 @@ def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
     if not experiment.params.federation.faults.on:
         return {}
     counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
-    unheard = counts["clients"] - counts["missing"] - counts["answers"] - rounds["refused"].sum()
-    return {"faults": {**counts, "dropped": unheard}}
+    refused = int(rounds["refused"].sum())
+    counts["dropped"] = counts["clients"] - counts["missing"] - counts["answers"] - refused
+    return {"faults": counts | ({"refused": refused} if refused else {})}
 
 
 def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
