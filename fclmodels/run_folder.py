@@ -128,14 +128,12 @@ def _scaled(experiment: "Experiment") -> dict[str, Any]:
 
 
 def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
-    """What became of all clients that were sampled, where they can fail. Those neither missing nor counted came too
-    late: in a later task, or where late answers are dropped."""
-    if not experiment.params.federation.faults.on:
+    """What became of the clients that were sampled, where one was refused or they fail by a schedule."""
+    counts = rounds.select(pl.col("clients", "missing", "late", "refused", "answers").sum()).row(0, named=True)
+    if not (experiment.params.federation.faults.on or counts["refused"]):
         return {}
-    counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
-    refused = int(rounds["refused"].sum())
-    counts["dropped"] = counts["clients"] - counts["missing"] - counts["answers"] - refused
-    return {"faults": counts | ({"refused": refused} if refused else {})}
+    counts["dropped"] = counts["clients"] - counts["missing"] - counts["refused"] - counts["answers"]
+    return {"faults": counts}
 
 
 def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
@@ -147,7 +145,7 @@ def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
 
 def _attack(experiment: "Experiment") -> dict[str, Any]:
     """What bad clients did, and which those were."""
-    bad = bad_clients(experiment.method.run)
+    bad = bad_clients(experiment.method)
     return {"attack": {**experiment.params.federation.attack.model_dump(), "clients": bad}} if bad else {}
 
 

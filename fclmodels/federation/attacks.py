@@ -12,6 +12,7 @@ noise for a sketch), `prototype` (each class's moments under the next one's name
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,14 +27,18 @@ from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.run import Run
 from fclmodels.kinds import TEXTS, kind_of
 
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
 FLIPPED = ("label-flip", "scaled", "claim")  # what they train on has the next label
 
 Alter = Callable[[Part, float, torch.Generator], dict[str, Tensor]]
 
 
-def bad_clients(run: Run) -> list[int]:
-    attack = run.params.federation.attack
-    if attack.kind == "none":
+def bad_clients(method: "Method") -> list[int]:
+    """None where training is in one place."""
+    run, attack = method.run, method.run.params.federation.attack
+    if attack.kind == "none" or method.pooled_bytes is not None:
         return []
     order = torch.randperm(run.splits.clients, generator=run.generator("attack"))
     return sorted(order[: math.ceil(attack.share * run.splits.clients - 1e-9)].tolist())

@@ -92,7 +92,7 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     memory = state.load(memory_file, device) if memory_file else {}
     rows = method.rows(job.task, index)
     client = Client(index, job.task, job.round, method.run, rows, memory)
-    bad = index in attacks.bad_clients(method.run) and job.question not in EVALUATIONS
+    bad = index in attacks.bad_clients(method) and job.question not in EVALUATIONS
     if bad:
         client = attacks.poisoned(client)
     if job.question == TRAIN:

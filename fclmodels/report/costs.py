@@ -43,8 +43,7 @@ def stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
 def faults(group: Group) -> dict[str, tuple[float | None, float | None]]:
     """What became of the clients that were sampled: counts of a run with their spread, none where none can fail."""
     counts = [run.result.faults for run in group.runs if run.result.faults]
-    named = [name for name in words.FAULTS if any(name in of for of in counts)]
-    return {name: spread([of.get(name, 0) for of in counts]) for name in named}
+    return {name: spread([of.get(name) for of in counts]) for name in words.FAULTS} if counts else {}
 
 
 Text = Callable[[float], str]

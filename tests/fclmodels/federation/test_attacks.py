@@ -36,11 +36,11 @@ def of_kind(kind: str, *more: str) -> tuple[str, ...]:
 
 def test_who_is_bad_follows_the_seed_and_is_the_share_of_all(method_of: Callable, splits_of: Callable) -> None:
     splits = splits_of(clients=10)
-    drawn = [attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=seed).run) for seed in range(20)]
+    drawn = [attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=seed)) for seed in range(20)]
     assert {len(set(bad)) for bad in drawn} == {3}
     assert len(set(map(tuple, drawn))) > 10
-    assert drawn[0] == attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=0).run)
-    assert attacks.bad_clients(method_of(FedAvg, splits=splits).run) == []
+    assert drawn[0] == attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=0))
+    assert attacks.bad_clients(method_of(FedAvg, splits=splits)) == []
 
 
 def test_labels_become_the_tasks_next_and_samples_stay(method_of: Callable, client_of: Callable) -> None:
@@ -171,9 +171,11 @@ def test_rules_refuse_by_name_what_is_no_mean(method_of: Callable) -> None:
     method_of(find("method", "stamp"), "federation.aggregation=krum", spatio=False)
 
 
-def test_training_in_one_place_averages_nothing(method_of: Callable, federate: Callable[..., Server]) -> None:
-    joint = find("method", "joint")
-    servers = [federate(method_of(joint, *some), 1) for some in ((), ("federation.aggregation=median",))]
+def test_training_in_one_place_averages_nothing_and_has_no_bad_clients(
+    method_of: Callable, federate: Callable[..., Server]
+) -> None:
+    joint, evil = find("method", "joint"), of_kind("label-flip", "federation.aggregation=median")
+    servers = [federate(method_of(joint, *some), 1) for some in ((), evil)]
     assert state.digest(servers[0].to_tree()) == state.digest(servers[1].to_tree())
 
 
