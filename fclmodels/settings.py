@@ -177,6 +177,7 @@ class AttackSettings(Settings):
         "reference",
     ] = Field("none", description="what bad clients do, for studies: to their data, their updates or their knowledge")
     share: float = Field(0.2, gt=0, le=1, description="share of all clients that are bad, drawn from the seed")
+    tasks: PositiveInt | None = Field(None, description="they are bad in the first so many tasks; null: in all")
     strength: PositiveFloat = Field(
         10.0, description="factor on a bad update's length, or on the samples that are claimed; not of all attacks"
     )

@@ -1,12 +1,12 @@
 """Bad clients, for studies of what they can do: `federation.attack` says what they do and how many there are.
 
-Who is bad is drawn from the run's seed and stays so for the run; they know nothing of the others. Of their data:
-`label-flip` (each label becomes the task's next one), `backdoor` (half of the images get a bright corner and the task's
-first label; Gu et al. 2017). Of updates: `sign-flip` and `noise` (of `strength` times the update's length), `scaled`
-(of flipped labels, times `strength`; Bagdasaryan et al. 2020), `claim` (of flipped labels, said to be of `strength`
-times the samples). Of knowledge, all of it such as passes every check by itself: `basis` (all directions there are, or
-noise for a sketch), `prototype` (each class's moments under the next one's name, of `strength` times the samples),
-`reference` (in the order of the tasks turned round).
+Who is bad is drawn from the run's seed and stays so, for the first `tasks` or for all; they know nothing of the others.
+Of their data: `label-flip` (each label becomes the task's next one), `backdoor` (half of the images get a bright corner
+and the task's first label; Gu et al. 2017). Of updates: `sign-flip` and `noise` (of `strength` times the update's
+length), `scaled` (of flipped labels, times `strength`; Bagdasaryan et al. 2020), `claim` (of flipped labels, said to be
+of `strength` times the samples). Of knowledge, all of it such as passes every check by itself: `basis` (all directions
+there are, or noise for a sketch), `prototype` (each class's moments under the next one's name, of `strength` times the
+samples), `reference` (in the order of the tasks turned round).
 """
 
 import math
@@ -35,10 +35,11 @@ FLIPPED = ("label-flip", "scaled", "claim")  # what they train on has the next l
 Alter = Callable[[Part, float, torch.Generator], dict[str, Tensor]]
 
 
-def bad_clients(method: "Method") -> list[int]:
+def bad_clients(method: "Method", task: int = 0) -> list[int]:
     """None where training is in one place."""
     run, attack = method.run, method.run.params.federation.attack
-    if attack.kind == "none" or method.pooled_bytes is not None:
+    over = attack.tasks is not None and task >= attack.tasks
+    if attack.kind == "none" or over or method.pooled_bytes is not None:
         return []
     order = torch.randperm(run.splits.clients, generator=run.generator("attack"))
     return sorted(order[: math.ceil(attack.share * run.splits.clients - 1e-9)].tolist())

@@ -14,7 +14,7 @@ from fclmodels.federation.inspection import Look, Refusal
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
-from fclmodels.federation.secure import Session
+from fclmodels.federation.secure import SHARERS, Session
 from fclmodels.numerics.robust import robust_mean
 from fclmodels.settings import FederationSettings
 
@@ -126,8 +126,9 @@ class Cohort:
     ) -> None:
         replies.add(client, reply, weight)
         self.ledger.received(job, client, reply, base_round)
-        if self._settings.inspection.check and not (job.question in EVALUATIONS or self._settings.secagg.on):
-            looks[client] = inspection.look(reply, job.payload)
+        if self._settings.inspection.check and job.question not in EVALUATIONS:
+            masked = SHARERS in job.payload
+            looks[client] = inspection.outline(reply) if masked else inspection.look(reply, job.payload)
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
         faults = inspection.faults(looks, self._settings.inspection)

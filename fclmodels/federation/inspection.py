@@ -5,6 +5,8 @@ a prototype the moments of real numbers (no variance below 0). Beside the others
 (parts, kinds, names, types, shapes), and no update may be `largest` times as long as the round's median. Lengths are
 of x where w*x travels, so that many samples make no update long. What fails is refused: it costs its bytes, is noted in
 the ledger, and counts against its client, who is set aside after `patience` of them.
+
+Under secure aggregation a client looks at its own reply and withholds what fails; the server sees forms alone.
 """
 
 import math
@@ -25,6 +27,7 @@ ORTHONORMAL = 1e-3
 # A variance is a difference of float64 numbers; below this share of the mean square it is rounding.
 ROUNDING = 1e-9
 NOT_FINITE = "is not finite"
+TYPES = {torch.float32, torch.float64, torch.int32, torch.int64}
 
 Form = tuple[tuple[object, ...], ...]
 
@@ -63,8 +66,15 @@ def look(reply: Reply, payload: Payload) -> Look:
     return Look(None, form_of(reply.parts), math.hypot(*lengths) if lengths else None)
 
 
+def outline(reply: Reply) -> Look:
+    """What there is to see of a masked reply."""
+    return Look(None, form_of(reply.parts))
+
+
 def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part]) -> str | None:
     """What no reply may hold, whatever the others do."""
+    if other := {tensor.dtype for tensor in part.tensors.values()} - TYPES:
+        return f"has numbers of {min(map(str, other))}"
     if not math.isfinite(length(part.tensors)):
         return NOT_FINITE
     if part.over and (part.over not in parts or not number(parts[part.over]) > 0):
@@ -100,7 +110,12 @@ def orthonormal(basis: Tensor) -> bool:
 def no_moments(found: Mapping[str, Tensor]) -> str | None:
     """Why weight [C], sum [C, F] and square [C, F], the last where it is there, are of no samples: W S - s^2 < 0."""
     if not {"weight", "sum"} <= found.keys():
-        return None
+        return "has no counts"
+    classes, like = found["weight"].shape, found["sum"].shape
+    if not (
+        len(classes) == 1 and len(like) == 2 and like[:1] == classes and found.get("square", found["sum"]).shape == like
+    ):
+        return "has no row for each count"
     weight, total = found["weight"][:, None], found["sum"]
     if (weight < 0).any():
         return "has a negative count"
@@ -144,7 +159,8 @@ def faults(looks: Mapping[int, Look], settings: InspectionSettings) -> dict[int,
     usual = usual_form([looks[client].form for client in sorted(looks.keys() - found.keys())])
     for client in looks.keys() - found.keys():
         if looks[client].form != usual:
-            found[client] = Fault(differing_part(looks[client].form, usual), "has another form than most")
+            differing = Fault(differing_part(looks[client].form, usual), "has another form than most")
+            found[client] = differing if looks[client].form else Fault("reply", "is withheld")
     middle = median_length(looks, found)
     for client in looks.keys() - found.keys():
         of_it = looks[client].length

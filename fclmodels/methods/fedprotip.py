@@ -158,8 +158,8 @@ class FedProTIP(Tip):
         parts = {"spectra": Part("statistics", squares), "columns": Part("count", columns)}
         if sketch:
             return {"directions": Part("sketch", directions), **parts}
-        features = {FEATURES: directions.pop(FEATURES)} if self.settings.tip else {}
-        parts |= {"features": Part("directions", features, "each")} if features else {}
+        if FEATURES in directions:
+            parts["features"] = Part("directions", {FEATURES: directions.pop(FEATURES)}, "each")
         return {"directions": Part("basis", directions, "each"), **parts}
 
     def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:

@@ -82,11 +82,14 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("sketch", a=with_nan(drawn(4, 2))), ("p", "is not finite")),
         (part("prototype", **MOMENTS), None),
         (part("prototype", **weighted(MOMENTS, 7.0)), None),
+        (part("prototype", sum=MOMENTS["sum"]), ("p", "has no counts")),
+        (part("prototype", **{**MOMENTS, "weight": torch.ones(3)}), ("p", "has no row for each count")),
         (part("prototype", **{**MOMENTS, "weight": -MOMENTS["weight"]}), ("p", "has a negative count")),
         (part("prototype", **{**MOMENTS, "weight": torch.zeros(4)}), ("p", "has a sum of no samples")),
         (part("prototype", **{**MOMENTS, "square": 0.1 * MOMENTS["square"]}), ("p", "has a negative variance")),
         (part("reference", omega=-torch.ones(2, 2)), ("p", "is negative")),
         (part("count", seen=torch.tensor([-1, 3])), ("p", "is negative")),
+        (part("count", seen=torch.tensor(True)), ("p", "has numbers of torch.bool")),
         ({"p": Part("count", {"share": torch.tensor(-0.1)}, noisy=True)}, None),
     ],
 )  # fmt: skip
@@ -112,6 +115,28 @@ def test_moments_of_real_samples_pass(seed: int, samples: int, scale: float) -> 
     assert inspection.look(Reply(part("prototype", **found)), {}).fault is None
 
 
+KINDS = ("update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool)
+TENSORS = st.builds(
+    lambda shape, dtype, value: torch.full(shape, 1).to(dtype) * value,
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from((0, 1, -1, math.nan, math.inf, 1e300)),
+)
+NAMES = st.sampled_from(("w", "b", "weight", "sum", "square", "../../w"))
+
+
+@given(
+    st.dictionaries(
+        NAMES,
+        st.builds(Part, st.sampled_from(KINDS), st.dictionaries(NAMES, TENSORS, max_size=3), over=NAMES | st.just("")),
+    )
+)
+def test_whatever_a_client_sends_it_is_the_replys_fault_and_not_the_servers(parts: Parts) -> None:
+    seen = {1: inspection.look(Reply(parts), PAYLOAD), **{n: inspection.look(Reply(update()), PAYLOAD) for n in (2, 3)}}
+    assert inspection.faults(seen, InspectionSettings()).keys() == {1}
+
+
 # Beside others
 
 
@@ -131,6 +156,9 @@ def looks_of(*replies: Parts) -> dict[int, Look]:
 )
 def test_the_form_is_what_most_replies_have(other: Parts) -> None:
     found = inspection.faults(looks_of(update(), other, update()), InspectionSettings())
+    if not other:
+        assert found == {1: Fault("reply", "is withheld")}
+        return
     assert [(client, fault.why) for client, fault in found.items()] == [(1, "has another form than most")]
     assert found[1].part in ("more", "update", "weight")
 
@@ -218,6 +246,21 @@ def test_the_others_go_on_as_if_it_were_not_there(
     monkeypatch.setattr(honest, "participants", lambda task: (0, 2, 3))
     alone = learned(honest)[0]
     assert all(torch.equal(refusing.weights[name], tensor) for name, tensor in alone.weights.items())
+
+
+def test_under_secure_aggregation_a_client_looks_at_its_own_reply_and_withholds_it(
+    method_of: Callable, learned: Callable
+) -> None:
+    ends = [
+        learned(method_of(Malicious, "federation.rounds=4", *more)) for more in ((), ("federation.secagg.on=true",))
+    ]
+    (plain, _, _, _), (masked, rounds, ledger, heard) = ends
+    assert masked.refused == plain.refused == {"1": 3}
+    assert rounds["refused"].to_list() == [1, 1, 1, 0]
+    assert heard.lines == [(0, n, 1, "reply is withheld") for n in range(3)]
+    assert ledger.filter(pl.col("client") == 1, pl.col("part") == "update", direction="up").is_empty()
+    for name, tensor in plain.weights.items():
+        torch.testing.assert_close(masked.weights[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 def test_a_run_without_anyone_left_ends_in_one_line(method_of: Callable, learned: Callable) -> None:
