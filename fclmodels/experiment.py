@@ -20,7 +20,7 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
-from fclmodels.federation import evaluation, private, rounds
+from fclmodels.federation import evaluation, inspection, private, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import choose
 from fclmodels.federation.cohort import Cohort
@@ -207,8 +207,10 @@ class Experiment:
         try:
             clients = self.method.participants(step.task)
             ledger = Ledger(checkpoints.ledger, held)
-            cohort = Cohort(self.executor, step.task, clients, memories, ledger, checkpoints)
-            server = self.method.finish_task(server, cohort)
+            aside = inspection.set_aside(server, self.params.federation.inspection)
+            cohort = Cohort(self.executor, step.task, clients, memories, ledger, checkpoints, aside=aside)
+            server = inspection.counted(self.method.finish_task(server, cohort), cohort.refused)
+            rounds.tell(cohort.refused, step.task, self.listener)
             objects = self._keep(server, cohort.memories)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
             objects["knowledge"] = self.store.put(server.knowledge)

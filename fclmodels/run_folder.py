@@ -15,6 +15,7 @@ import polars as pl
 from fclmodels import served, state
 from fclmodels.errors import UserError
 from fclmodels.federation import private
+from fclmodels.federation.attacks import bad_clients
 from fclmodels.federation.server import Server
 from fclmodels.metrics import rounds_to_best, summary
 from fclmodels.store import Store
@@ -101,6 +102,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **_scaled(experiment),
         **({"rounds_to_best": best} if monitored is not None and (best := rounds_to_best(monitored)) else {}),
         **_faults(experiment, tables["rounds"]),
+        **({"refused": server.refused} if server.refused else {}),
+        **_attack(experiment),
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
         **({"privacy": privacy} if (privacy := _privacy(experiment, server)) else {}),
     }
@@ -125,12 +128,12 @@ def _scaled(experiment: "Experiment") -> dict[str, Any]:
 
 
 def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
-    """What became of all clients that were sampled, where they can fail. Those neither missing nor counted came too
-    late: in a later task, or where late answers are dropped."""
-    if not experiment.params.federation.faults.on:
+    """What became of the clients that were sampled, where one was refused or they fail by a schedule."""
+    counts = rounds.select(pl.col("clients", "missing", "late", "refused", "answers").sum()).row(0, named=True)
+    if not (experiment.params.federation.faults.on or counts["refused"]):
         return {}
-    counts = rounds.select(pl.col("clients", "missing", "late", "answers").sum()).row(0, named=True)
-    return {"faults": {**counts, "dropped": counts["clients"] - counts["missing"] - counts["answers"]}}
+    counts["dropped"] = counts["clients"] - counts["missing"] - counts["refused"] - counts["answers"]
+    return {"faults": counts}
 
 
 def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
@@ -138,6 +141,12 @@ def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
     if experiment.params.federation.privacy.on:
         return private.worth(experiment.method, experiment.tasks)
     return server.knowledge.get("privacy")
+
+
+def _attack(experiment: "Experiment") -> dict[str, Any]:
+    """What bad clients did, and which those were."""
+    bad = bad_clients(experiment.method)
+    return {"attack": {**experiment.params.federation.attack.model_dump(), "clients": bad}} if bad else {}
 
 
 def _command(experiment: "Experiment", place: Path) -> str:

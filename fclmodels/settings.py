@@ -147,6 +147,53 @@ class PrivacySettings(Settings):
         return self.noise_multiplier or 0.0
 
 
+class InspectionSettings(Settings):
+    """What the server does with a reply before it touches the model."""
+
+    check: bool = Field(True, description="refuse replies that are malformed, not finite or far too long")
+    largest: float | None = Field(
+        30.0,
+        ge=1,
+        description="longest update that is taken, in lengths of the round's median one; null: any that is finite",
+    )
+    patience: PositiveInt | None = Field(
+        3, description="refused replies after which a client is not asked any more; null: never"
+    )
+
+
+class AttackSettings(Settings):
+    """Some clients are bad, in a simulation (federation/attacks.py)."""
+
+    kind: Literal[
+        "none",
+        "label-flip",
+        "backdoor",
+        "sign-flip",
+        "scaled",
+        "noise",
+        "claim",
+        "basis",
+        "prototype",
+        "reference",
+    ] = Field("none", description="what bad clients do, for studies: to their data, their updates or their knowledge")
+    share: float = Field(0.2, gt=0, le=1, description="share of all clients that are bad, drawn from the seed")
+    tasks: PositiveInt | None = Field(None, description="they are bad in the first so many tasks; null: in all")
+    strength: PositiveFloat = Field(
+        10.0, description="factor on a bad update's length, or on the samples that are claimed; not of all attacks"
+    )
+
+
+class RobustSettings(Settings):
+    """Of the robust rules of federation.aggregation."""
+
+    bad: float = Field(
+        0.2, ge=0, lt=0.5, description="share of replies that may be bad, under trimmed-mean, krum and multi-krum"
+    )
+    clip: PositiveFloat = Field(
+        1.0, description="under clipped: longest update that counts in full, in lengths of the round's median one"
+    )
+
+
 class FederationSettings(Settings):
     rounds: PositiveInt | tuple[PositiveInt, ...] = Field(
         10, description="rounds a task, or a list with one number a task"
@@ -179,6 +226,12 @@ class FederationSettings(Settings):
     faults: FaultSettings = FaultSettings()
     secagg: SecAggSettings = SecAggSettings()
     privacy: PrivacySettings = PrivacySettings()
+    inspection: InspectionSettings = InspectionSettings()
+    aggregation: Literal["mean", "clipped", "median", "trimmed-mean", "krum", "multi-krum"] = Field(
+        "mean", description="what the server makes of updates; all but mean bear some bad ones, and need single replies"
+    )
+    robust: RobustSettings = RobustSettings()
+    attack: AttackSettings = AttackSettings()
 
 
 class OptimizerSettings(Settings):

@@ -34,6 +34,10 @@ class Silent(Listener):
     def remark(self, text: str) -> None:
         """What the method has to say after a task."""
 
+    def refused(self, task: int, round: int, client: int, why: str) -> None:
+        when = f"round {round + 1}" if round >= 0 else "its end"
+        self.remark(f"task {task + 1}, {when}: the reply of client {client} is refused: {why}")
+
 
 class Lines(Silent):
     """One line a task, and one every few seconds within it."""

@@ -1,23 +1,30 @@
 """The clients of a task as the server sees them: it asks, they answer, in time or late, and every byte is counted."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.executor import EVALUATIONS, Answer, Executor, Job, largest_first
 from fclmodels.federation.faults import Late, Turnout, keep
+from fclmodels.federation.inspection import Look, Refusal
 from fclmodels.federation.ledger import Ledger
-from fclmodels.federation.messages import Payload
-from fclmodels.federation.replies import Replies
-from fclmodels.federation.secure import Session
+from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.replies import Replies, Rule
+from fclmodels.federation.secure import SHARERS, Session
+from fclmodels.numerics.robust import robust_mean
+from fclmodels.settings import FederationSettings
 
 
 class Cohort:
     """The clients that may take part in a task.
 
     memories: theirs after all exchanges so far. late: their replies to earlier rounds that have not arrived yet.
+    aside: who is not asked any more. refused: whose replies were, and why. farthest: the longest update of the last
+    exchange that was taken, in medians.
     """
 
     def __init__(
@@ -29,11 +36,14 @@ class Cohort:
         ledger: Ledger,
         checkpoints: Checkpoints,
         late: Mapping[int, Late] | None = None,
+        aside: Collection[int] = (),
     ) -> None:
         self.executor = executor
-        self.secagg = executor.method.run.params.federation.secagg
         self.task = task
-        self.clients = tuple(clients)
+        self.clients = tuple(client for client in clients if client not in aside)
+        self.aside = aside
+        self.refused: list[Refusal] = []
+        self.farthest: float | None = None
         self.memories = dict(memories)
         self.late = dict(late or {})
         self.ledger = ledger
@@ -45,8 +55,8 @@ class Cohort:
     def ask(self, question: str, payload: Payload | None = None, clients: Sequence[int] | None = None) -> Replies:
         """Ask all clients, or some, at the end of a task."""
         self._exchanges += 1
-        everyone = Turnout(dict.fromkeys(self.clients if clients is None else clients, 0))
-        return self.exchange(question, -self._exchanges, payload or {}, everyone)
+        asked = [client for client in (self.clients if clients is None else clients) if client not in self.aside]
+        return self.exchange(question, -self._exchanges, payload or {}, Turnout(dict.fromkeys(asked, 0)))
 
     def exchange(
         self,
@@ -61,9 +71,9 @@ class Cohort:
         Replies of before stand behind the others, in order of clients: sums run along the same tree whenever they come.
         """
         job = Job(question, self.task, round, payload, self.scratch)
-        if question in EVALUATIONS or not self.secagg.on:
+        if question in EVALUATIONS or not self._settings.secagg.on:
             return self._exchanged(job, turnout, on_answer)
-        session = Session(job, turnout, self.secagg, self.executor, self.ledger)
+        session = Session(job, turnout, self._settings.secagg, self.executor, self.ledger)
         job = replace(job, payload={**payload, **session.payload})
         return session.sums(self._exchanged(job, turnout, on_answer))
 
@@ -76,17 +86,18 @@ class Cohort:
             self.ledger.sent(job, clients)
         begun = largest_first(self.executor.method, self.task, turnout.training)
         in_time = [client for client in begun if turnout.delays[client] == 0]
-        replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}")
+        replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}", self._rule)
+        looks: dict[int, Look] = {}
         for done, answer in enumerate(self.executor.run(job, begun, self.memories), start=1):
             if delay := turnout.delays[answer.client]:
                 self._hold_back(answer, job.round, delay)
             else:
-                replies.add(answer.client, answer.reply)
-                self.ledger.received(job, answer.client, answer.reply)
+                self._take(job, replies, looks, answer.client, answer.reply)
             self.ledger.kept(job, answer.client, answer.memory)
             self._remember(answer.client, answer.memory)
             on_answer(done)
-        self._deliver(job, turnout, replies)
+        self._deliver(job, turnout, replies, looks)
+        self._refuse(job, replies, looks)
         return replies
 
     def _hold_back(self, answer: Answer, round: int, delay: int) -> None:
@@ -94,13 +105,50 @@ class Cohort:
         keep(answer.reply, file)
         self.late[answer.client] = Late(file, round, round + delay)
 
-    def _deliver(self, job: Job, turnout: Turnout, replies: Replies) -> None:
+    def _deliver(self, job: Job, turnout: Turnout, replies: Replies, looks: dict[int, Look]) -> None:
         for client, late in turnout.arriving.items():
             reply = late.reply()
-            self.ledger.received(job, client, reply, late.base_round)
             if client in turnout.weights:
-                replies.add(client, reply, turnout.weights[client])
+                self._take(job, replies, looks, client, reply, turnout.weights[client], late.base_round)
+            else:
+                self.ledger.received(job, client, reply, late.base_round)
             del self.late[client]
+
+    def _take(
+        self,
+        job: Job,
+        replies: Replies,
+        looks: dict[int, Look],
+        client: int,
+        reply: Reply,
+        weight: float = 1.0,
+        base_round: int | None = None,
+    ) -> None:
+        replies.add(client, reply, weight)
+        self.ledger.received(job, client, reply, base_round)
+        if self._settings.inspection.check and job.question not in EVALUATIONS:
+            masked = SHARERS in job.payload
+            looks[client] = inspection.outline(reply) if masked else inspection.look(reply, job.payload)
+
+    def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
+        faults = inspection.faults(looks, self._settings.inspection)
+        for client, fault in faults.items():
+            replies.drop(client)
+            self.ledger.refused(job, client, fault.part)
+            self.refused.append(Refusal(job.round, client, fault))
+        self.farthest = inspection.farthest(looks, faults)
+
+    @property
+    def _settings(self) -> FederationSettings:
+        return self.executor.method.run.params.federation
+
+    @property
+    def _rule(self) -> Rule | None:
+        """What takes the place of weighted means; training in one place has nothing to average."""
+        kind, robust = self._settings.aggregation, self._settings.robust
+        if kind == "mean" or self.executor.method.pooled_bytes is not None:
+            return None
+        return partial(robust_mean, kind, robust.bad, robust.clip)
 
     def _remember(self, client: int, memory: Path | None) -> None:
         if memory is None:

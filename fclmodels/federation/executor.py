@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fclmodels import state
-from fclmodels.federation import private, secure
+from fclmodels.federation import attacks, inspection, private, secure
 from fclmodels.federation.client import Client
 from fclmodels.federation.evaluation import evaluate_on_client
 from fclmodels.federation.messages import Payload, Reply
@@ -92,6 +92,9 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     memory = state.load(memory_file, device) if memory_file else {}
     rows = method.rows(job.task, index)
     client = Client(index, job.task, job.round, method.run, rows, memory)
+    bad = index in attacks.bad_clients(method, job.task) and job.question not in EVALUATIONS
+    if bad:
+        client = attacks.poisoned(client)
     if job.question == TRAIN:
         reply, remembered = method.train(client, job.payload)
     elif job.question in EVALUATIONS:
@@ -107,8 +110,12 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     reply = replace(reply, parts={name: part.to("cpu") for name, part in reply.parts.items()})
     if federation.privacy.on and job.question not in EVALUATIONS:
         reply = private.protected(reply, method, client)
+    if bad:
+        reply = attacks.altered(reply, client)
     if secure.SHARERS in job.payload:
-        reply = secure.masked(reply, job, index, federation.secagg)
+        # A bad client would not run its own check.
+        fine = bad or not federation.inspection.check or inspection.look(reply, job.payload).fault is None
+        reply = secure.masked(reply, job, index, federation.secagg) if fine else Reply({}, base_round=reply.base_round)
     return Answer(index, reply, memory_file, time.perf_counter() - started)
 
 

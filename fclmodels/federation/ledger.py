@@ -66,6 +66,10 @@ class Ledger:
         if memory is not None:
             self._write(job.task, job.round, [client], "kept", "memory", "memory", "-", memory.stat().st_size)
 
+    def refused(self, job: Job, client: int, part: str) -> None:
+        """A reply that came up and was not used, for what was wrong with one of its parts."""
+        self._write(job.task, job.round, [client], "refused", part, "-", "-", 0)
+
     def pooled(self, task: int, sizes: dict[int, int]) -> None:
         """Raw samples that left their clients before a task's first round."""
         for client, size in sizes.items():

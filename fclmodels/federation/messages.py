@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fclmodels.state import Tree, flatten, unflatten
 
-Kind = Literal["weights", "update", "sketch", "basis", "prototype", "reference", "count", "statistics", "protocol"]
+Kind = Literal[
+    "weights", "update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics", "protocol"
+]
 Least = Literal["sum", "each"]
 ALIGNMENT = 64
 
@@ -27,12 +29,16 @@ class Part:
 
     least "sum": of floating point in a reply to training, for a late one counts in part.
     once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
+    over: the part with the one number w that its tensors w*x are multiplied by; the mean is the sum over that part's.
+    noisy: it has a mechanism's noise, so that counts and variances may be below 0.
     """
 
     kind: Kind
     tensors: dict[str, Tensor]
     least: Least = "sum"
     once: bool = False
+    over: str = ""
+    noisy: bool = False
 
     def to(self, device: torch.device | str) -> "Part":
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -61,12 +67,12 @@ class Reply:
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
-    facts = ("kind", "least", "once", "tensors")
+    facts = ("kind", "tensors", "least", "once", "over", "noisy")
     return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
 
 
 def parts_from_tree(tree: Tree) -> dict[str, Part]:
-    return {name: Part(part["kind"], part["tensors"], part["least"], part["once"]) for name, part in tree.items()}
+    return {name: Part(**part) for name, part in tree.items()}
 
 
 class SharedBuffer:

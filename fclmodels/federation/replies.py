@@ -1,20 +1,26 @@
-"""The answers of a round's clients: summed as they arrive, or spooled where the server needs each.
+"""The answers of a round's clients: held until all have been checked, then summed, or given one by one.
 
-Sums run along a fixed binary tree over the clients in the order in which they are asked, so that they do not depend
-on who answers first, and only about log2(n) partial sums exist at any time: answers come nearly in that order.
-A late reply counts less, by one factor on all that is summed: means that travel as two sums, x*w and w, stay means.
+Few bytes are held in memory, what is more in the spool. Sums run along a fixed binary tree over the clients in the
+order in which they are asked, so that they do not depend on who answers first, and only about log2(n) partial sums
+exist at any time. A late reply counts less, by one factor on all that is summed: means that travel as two sums, x*w
+and w, stay means. Where a robust rule is set, such a mean is the rule's (numerics/robust.py).
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fclmodels import state
-from fclmodels.federation.messages import Kind, Reply
+from fclmodels.errors import UserError
+from fclmodels.federation.messages import Part, Reply, SharedBuffer
+
+IN_MEMORY = 2**25  # bytes of a round's replies; what comes after them goes to the spool
 
 Tensors = dict[str, Tensor]
+Rule = Callable[[Sequence[Tensors], Tensor, Tensor], Tensors]
 
 
 class TreeSum:
@@ -56,38 +62,57 @@ def _added(into: Tensors, value: Tensors) -> Tensors:
 class Replies:
     """Re-iterable answers of the clients of one exchange, by part."""
 
-    def __init__(self, clients: Sequence[int], spool: Path) -> None:
+    def __init__(self, clients: Sequence[int], spool: Path, rule: Rule | None = None) -> None:
         self.clients = tuple(clients)
         self.spool = spool
+        self.rule = rule
         self.facts: dict[int, dict[str, float]] = {}
-        self.parts: dict[str, Kind] = {}
-        self._place = {client: index for index, client in enumerate(self.clients)}
-        self._sums: dict[str, TreeSum] = {}
+        self._declared: dict[int, dict[str, Part]] = {}
+        self._held: dict[tuple[str, int], Tensors] = {}
+        self._spooled: dict[tuple[str, int], tuple[Path, int]] = {}
+        self._room = IN_MEMORY
 
     def add(self, client: int, reply: Reply, weight: float = 1.0) -> None:
-        """Fold in what is needed as a sum only, spool what is needed one by one. weight: what it counts in sums."""
+        """Hold a reply, whose tensors may be views. weight: what it counts in sums."""
         self.facts[client] = {**reply.facts, "weight": weight}
-        self.parts |= {name: part.kind for name, part in reply.parts.items()}
+        self._declared[client] = {name: replace(part, tensors={}) for name, part in reply.parts.items()}
         for name, part in reply.parts.items():
-            if part.least == "sum":
-                total = self._sums.setdefault(name, TreeSum(len(self.clients)))
-                total.add(self._place[client], self._weighted(client, name, part.tensors))
+            if part.bytes <= self._room:
+                self._room -= part.bytes
+                self._held[name, client] = {name: tensor.clone() for name, tensor in part.tensors.items()}
             else:
-                state.save(part.tensors, self._file(name, client))
+                # A name that a client has chosen is no name for a file.
+                file = self.spool / str(len(self._spooled))
+                self._spooled[name, client] = file, _write(part.tensors, file)
+
+    def drop(self, client: int) -> None:
+        """As if it had not answered."""
+        self.clients = tuple(other for other in self.clients if other != client)
+        del self.facts[client]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What was declared of each part, without its tensors."""
+        return {name: part for client in self.clients for name, part in self._declared[client].items()}
 
     def sum(self, part: str) -> Tensors:
-        """The sum over clients. Do not change it in place."""
-        if part in self._sums:
-            return self._sums[part].result()
+        """The sum over clients; under a robust rule, of a weighted mean what the rule makes of it, times the weights'.
+
+        Do not change it in place.
+        """
+        if not self.clients:
+            raise UserError(f"{self.spool.name}: no reply with {part} could be used.")
+        if self.rule is not None and self.parts[part].over:
+            return self._by_rule(part, self.rule)
         total = TreeSum(len(self.clients))
-        for client, tensors in self.each(part):
-            total.add(self._place[client], self._weighted(client, part, tensors))
+        for place, client in enumerate(self.clients):
+            total.add(place, self._weighted(client, part, self._tensors(part, client)))
         return total.result()
 
     def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
-        """(client, tensors) in order of ids, read from the spool one at a time; for parts declared `each`."""
+        """(client, tensors) in order of ids, one at a time where they are in the spool."""
         for client in sorted(self.clients):
-            yield client, state.load(self._file(part, client))
+            yield client, self._tensors(part, client)
 
     @property
     def loss(self) -> float:
@@ -96,15 +121,50 @@ class Replies:
         weights = [fact["samples"] * fact["weight"] for fact in facts]
         return sum(fact["loss"] * w for fact, w in zip(facts, weights, strict=True)) / (sum(weights) or 1)
 
+    def _by_rule(self, part: str, rule: Rule) -> Tensors:
+        over = self.parts[part].over
+        (total,) = self.sum(over).values()
+        counts = {client: next(iter(tensors.values())).item() for client, tensors in self.each(over)}
+        heard = [client for client in counts if self._share(client, part)]
+        if not heard:
+            return {name: torch.zeros_like(t) for name, t in self._tensors(part, self.clients[0]).items()}
+        vectors = [self._tensors(part, client) for client in heard]
+        scales = torch.tensor([1 / counts[client] for client in heard], dtype=torch.float64)
+        weights = torch.tensor([counts[client] * self._share(client, part) for client in heard], dtype=torch.float64)
+        return {name: mean * total.item() for name, mean in rule(vectors, scales, weights).items()}
+
     def _weighted(self, client: int, part: str, tensors: Tensors) -> Tensors:
+        weight = self._share(client, part)
+        return tensors if weight == 1 else {name: tensor * weight for name, tensor in tensors.items()}
+
+    def _share(self, client: int, part: str) -> float:
         weight = self.facts[client]["weight"]
-        if weight == 1:
-            return tensors
-        if self.parts[part] == "statistics":
+        if weight != 1 and self.parts[part].kind == "statistics":
             # What was measured of an older model says nothing of today's: changes of its running statistics could even
             # make a variance negative.
-            weight = 0.0
-        return {name: tensor * weight for name, tensor in tensors.items()}
+            return 0.0
+        return weight
 
-    def _file(self, part: str, client: int) -> Path:
-        return self.spool / f"{part}-{client}.safetensors"
+    def _tensors(self, part: str, client: int) -> Tensors:
+        held = self._held.get((part, client))
+        return _read(*self._spooled[part, client]) if held is None else held
+
+
+def _write(tensors: Tensors, file: Path) -> int:
+    """Into a file that need not outlive this process, so that nothing waits for the disk; its size."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return SharedBuffer(descriptor).write(tensors)
+    finally:
+        os.close(descriptor)
+
+
+def _read(file: Path, size: int) -> Tensors:
+    """Views of the file: what is not looked at is not read."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        tensors: Tensors = SharedBuffer(descriptor).read(size)
+        return tensors
+    finally:
+        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ import polars as pl
 import torch
 
 from fclmodels.errors import UserError
-from fclmodels.federation import faults
+from fclmodels.federation import faults, inspection
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import TRAIN, Executor
+from fclmodels.federation.inspection import Refusal
 from fclmodels.federation.ledger import CentralLedger, Ledger
 from fclmodels.federation.log import Log
+from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 
@@ -31,6 +33,8 @@ SCHEMA = {
     "answers": pl.Int32,
     "late": pl.Int32,
     "missing": pl.Int32,
+    "refused": pl.Int32,
+    "farthest": pl.Float64,
     "loss": pl.Float64,
     "server_lr": pl.Float64,
     "bytes_up": pl.Int64,
@@ -78,7 +82,9 @@ def one_round(
     started = time.perf_counter()
     round = position.round
     up, down = ledger.bytes_up, ledger.bytes_down
-    sample = partial(sample_clients, method, task, round, busy=position.late)
+    aside = inspection.set_aside(position.server, method.run.params.federation.inspection)
+    refuse_emptiness(method, task, aside)
+    sample = partial(sample_clients, method, task, round, busy={*position.late, *aside})
     turnout = faults.turnout(method, task, round, position.late, sample)
     chosen = turnout.training
     cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints, position.late)
@@ -88,7 +94,9 @@ def one_round(
     replies = cohort.exchange(
         TRAIN, round, payload, turnout, lambda done: listener.client_done(task, round, done, len(chosen))
     )
-    server = method.aggregate(position.server, replies)
+    tell(cohort.refused, task, listener)
+    refuse_silence(replies, cohort.refused, task, round)
+    server = inspection.counted(method.aggregate(position.server, replies), cohort.refused)
     cohort.close()
     refuse_divergence(server, replies.loss, task, round)
     row: dict[str, Any] = {
@@ -96,6 +104,9 @@ def one_round(
         "round": round,
         "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
         **turnout.counts(),
+        "answers": len(replies.clients),
+        "refused": len(cohort.refused),
+        "farthest": cohort.farthest,
         "loss": replies.loss,
         "server_lr": method.server_lr(task),
         "bytes_up": ledger.bytes_up - up,
@@ -115,10 +126,41 @@ def refuse_divergence(server: Server, loss: float, task: int, round: int) -> Non
     """A model that is not finite would be evaluated as one that always answers class 0, and forgets nothing."""
     floating = [weights for weights in server.weights.values() if weights.is_floating_point()]
     if not (math.isfinite(loss) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
+        raise diverged(f"loss {loss}", task, round)
+
+
+def diverged(how: str, task: int, round: int) -> UserError:
+    return UserError(
+        f"task {task}, round {round}: training diverged ({how}). "
+        "Lower optimizer.lr, federation.server_lr if it is above 1, or the weight of the method's penalty."
+    )
+
+
+def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, round: int) -> None:
+    """Of a round whose replies were all refused nothing can be learned, and the next one would go the same way."""
+    if replies.clients:
+        return
+    _, client, (part, why) = refused[0]
+    if why == inspection.NOT_FINITE:
+        raise diverged(f"client {client}'s {part} {why}", task, round)
+    raise UserError(
+        f"task {task}, round {round}: no reply of {len(refused)} can be used; client {client}'s {part} {why}. "
+        "Look at that client, or at federation.inspection."
+    )
+
+
+def refuse_emptiness(method: "Method", task: int, aside: Collection[int]) -> None:
+    able = method.participants(task)
+    if all(client in aside for client in able):
         raise UserError(
-            f"task {task}, round {round}: training diverged (loss {loss}). "
-            "Lower optimizer.lr, federation.server_lr if it is above 1, or the weight of the method's penalty."
+            f"task {task}: all {len(able)} clients that have its data are set aside, for their replies were refused. "
+            "Look at them, or raise federation.inspection.patience."
         )
+
+
+def tell(refused: Sequence[Refusal], task: int, listener: Listener) -> None:
+    for refusal in refused:
+        listener.refused(task, refusal.round, refusal.client, f"{refusal.fault.part} {refusal.fault.why}")
 
 
 def rounds_table(log: Log) -> pl.DataFrame:

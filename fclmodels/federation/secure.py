@@ -59,6 +59,8 @@ def needs_more(method: "Method") -> str | None:
         return f"methods.{name} brings all samples to one place, and no replies are summed. Use another method."
     if method.personal:
         return f"methods.{name} keeps parts of the model with its clients, which are evaluated one by one. Share them."
+    if (rule := method.run.params.federation.aggregation) != "mean":
+        return f"federation.aggregation: {rule} compares single replies. Use mean."
     return method.needs_each
 
 
@@ -247,7 +249,11 @@ class Sums(Replies):
         self.facts = masked.facts
         self._log = sums.pop(LOG, None)
         self._known = sums
-        self.parts = {name: kind for name, kind in masked.parts.items() if name in sums}
+        self._masked = masked
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {name: part for name, part in self._masked.parts.items() if name in self._known}
 
     def sum(self, part: str) -> Tensors:
         return self._known[part]

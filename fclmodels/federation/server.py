@@ -11,16 +11,21 @@ from fclmodels.state import Tree
 
 @dataclass(frozen=True)
 class Server:
-    """The global model after `task` (-1: none yet) and a method's own knowledge, a tree of tensors and JSON."""
+    """The global model after `task` (-1: none yet) and a method's own knowledge, a tree of tensors and JSON.
+
+    refused: how often the replies of which client were refused.
+    """
 
     spec: ModelSpec
     weights: dict[str, Tensor]
     task: int = -1
     knowledge: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
 
     def to_tree(self) -> Tree:
-        return {"spec": self.spec.to_json(), "weights": self.weights, "task": self.task, "knowledge": self.knowledge}
+        kept = {name: getattr(self, name) for name in ("weights", "task", "knowledge")}
+        return {"spec": self.spec.to_json(), **kept, **({"refused": self.refused} if self.refused else {})}
 
     @classmethod
     def from_tree(cls, tree: Tree) -> "Server":
-        return cls(ModelSpec.from_json(tree["spec"]), tree["weights"], tree["task"], tree["knowledge"])
+        return cls(**{**tree, "spec": ModelSpec.from_json(tree["spec"])})

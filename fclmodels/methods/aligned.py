@@ -54,6 +54,10 @@ class Aligned(FedAvg):
     def needs_each(self) -> str | None:
         return f"methods.{self.name} aligns single updates on the server. Use another method."
 
+    @property
+    def instead_of_a_mean(self) -> str | None:
+        return "aligns them"
+
     def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
         """FedAvg's, with an update that the server needs by itself."""
         reply, memory = super().train(client, payload)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fclmodels.backbones.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits import Rows
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.local import LocalTraining
@@ -41,6 +42,9 @@ class Method:
 
     def __init__(self, settings: BaseSettings, run: Run) -> None:
         self.settings = settings
+        rule = run.params.federation.aggregation
+        if rule != "mean" and (instead := self.instead_of_a_mean):
+            raise UserError(f"federation.aggregation: {rule} is for updates that are averaged; {self.name} {instead}.")
         self.run = run
         self.networks = Networks(run.device, self.prepare)
 
@@ -63,6 +67,11 @@ class Method:
         return None
 
     # On the server.
+
+    @property
+    def instead_of_a_mean(self) -> str | None:
+        """What the server makes of the clients' updates, where that is no mean: no robust rule can take its place."""
+        return None
 
     def setup(self) -> Server:
         """The model before the first task, and what the server knows then."""

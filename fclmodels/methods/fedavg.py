@@ -92,11 +92,11 @@ class FedAvg(Method):
         changes = {name: network.get_buffer(name) - start[name] for name in measured if name in start}
         torch._foreach_mul_([*update.values(), *changes.values()], weight)
         parts = {
-            "update": Part("update", update),
+            "update": Part("update", update, over="weight"),
             "weight": Part("count", {"weight": torch.tensor(weight, dtype=torch.float64)}),
         }
         if changes:
-            parts["statistics"] = Part("statistics", changes)
+            parts["statistics"] = Part("statistics", changes, over="weight")
         parts |= self.further_parts(client, payload, network)
         memory = {**client.memory, **own} if own else client.memory
         return Reply(parts, loss, len(client.rows), client.round), memory

@@ -95,6 +95,8 @@ class FedProTIP(Tip):
         squares: dict[str, Tensor] = {}
         for clients in self._turns(cohort.clients):
             replies = cohort.ask("bases", {**super().payload(server), "bases": Part("basis", bases)}, clients)
+            if self.settings.union == "sequential" and not replies.clients:
+                continue
             for found in self._found(replies):
                 features += [found.pop(FEATURES)] if self.settings.tip else []
                 bases = union(bases, found)
@@ -114,7 +116,9 @@ class FedProTIP(Tip):
         if self.settings.exchange == "sketch":
             yield dict(replies.sum("directions"))
         else:
-            yield from (directions for _, directions in replies.each("directions"))
+            features = dict(replies.each("features")) if self.settings.tip else {}
+            for client, directions in replies.each("directions"):
+                yield {**directions, **features.get(client, {})}
 
     # After a task, on a client.
 
@@ -135,8 +139,8 @@ class FedProTIP(Tip):
     def core_bases(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, Part]:
         """Of each input: the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G (eq. 40).
 
-        Of the features U diag(sigma): kind and least are those of a basis, and it tells energies too. sigma is scaled
-        to all columns that there are, so that clients with more data count more.
+        Of the features U diag(sigma), which tells energies too. sigma is scaled to all columns that there are, so that
+        clients with more data count more.
 
         Besides, the squared singular values, filled up to d, and how many columns were taken of how many.
         """
@@ -151,8 +155,12 @@ class FedProTIP(Tip):
             directions[name] = gaussian_sketch(scaled, width, random) if sketch else found.contiguous()
             squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
             columns[name] = torch.tensor([seen.seen, seen.total])
-        part = Part("sketch", directions) if sketch else Part("basis", directions, "each")
-        return {"directions": part, "spectra": Part("statistics", squares), "columns": Part("count", columns)}
+        parts = {"spectra": Part("statistics", squares), "columns": Part("count", columns)}
+        if sketch:
+            return {"directions": Part("sketch", directions), **parts}
+        if FEATURES in directions:
+            parts["features"] = Part("directions", {FEATURES: directions.pop(FEATURES)}, "each")
+        return {"directions": Part("basis", directions, "each"), **parts}
 
     def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
         if name == FEATURES:  # measured by energy, a task whose features are much like earlier ones' had no direction

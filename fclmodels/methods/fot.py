@@ -192,7 +192,7 @@ class Fot(Subspaces):
 
         sketches = {name: released(A, self.settings.dp_clip) for name, A in parts["sketch"].tensors.items()}
         shares = {name: released(share_outside(energy), 1.0) for name, energy in parts["energy"].tensors.items()}
-        return {"sketch": Part("sketch", sketches), "share": Part("count", shares)}
+        return {"sketch": Part("sketch", sketches, noisy=True), "share": Part("count", shares, noisy=True)}
 
     def denoised(self, sigma: Tensor, sketch: Tensor, shares: Tensor, clients: int) -> tuple[Tensor, float]:
         """A sketch's singular values less the noise's energy; the mean share over the clients expected to join."""

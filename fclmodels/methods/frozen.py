@@ -80,9 +80,8 @@ class Frozen(FedAvg):
     @property
     def shown_as_prepared(self) -> bool:
         """Whether a client's network sees every sample as it was prepared, in each epoch and task."""
-        return self.run.params.augment == AugmentSettings() and all(
-            t.permutation is None for t in self.run.splits.tasks
-        )
+        changed = self.run.params.augment != AugmentSettings() or self.run.params.federation.attack.kind == "backdoor"
+        return not changed and all(t.permutation is None for t in self.run.splits.tasks)
 
     @cached_property
     def queries(self) -> Tensor | None:

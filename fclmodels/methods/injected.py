@@ -161,7 +161,7 @@ class Injected(Prompted):
             total = noisy(total, self.settings.noise_multiplier, self.settings.noise_bound, client.generator("noise"))
         if self.settings.pooled == "omega":
             total = weighted(total, self.client_weight(client), self.least_count(clients=1))
-        return Part("prototype", total)
+        return Part("prototype", total, noisy=self.settings.noise_multiplier is not None)
 
     def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:
         if "prototypes" not in payload:

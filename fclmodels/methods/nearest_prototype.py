@@ -34,6 +34,10 @@ class NearestPrototype(Frozen):
     def sends_besides(self) -> str | None:
         return "prototypes"
 
+    @property
+    def instead_of_a_mean(self) -> str | None:
+        return "adds up counts and sums"
+
     def start_task(self, server: Server, task: int) -> Server:
         started, known = super().start_task(server, task), server.knowledge.get("told", {})
         heads = {

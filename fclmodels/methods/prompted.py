@@ -16,7 +16,7 @@ from fclmodels.backbones.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.messages import Payload, Reply
 from fclmodels.methods.base import Memory
 from fclmodels.methods.frozen import Frozen
 
@@ -55,7 +55,8 @@ class Prompted(Frozen):
         if not self.personal:
             return reply, memory
         update = {n: t for n, t in reply.parts["update"].tensors.items() if not n.startswith("heads.")}
-        return replace(reply, parts={**reply.parts, "update": Part("update", update)}), memory
+        without_head = replace(reply.parts["update"], tensors=update)
+        return replace(reply, parts={**reply.parts, "update": without_head}), memory
 
     def client_weight(self, client: Client) -> float:
         return client.weight * (taken(client) if self.settings.omega == "participation" else 1)

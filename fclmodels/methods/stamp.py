@@ -67,6 +67,10 @@ class Stamp(Coreset):
             return None
         return "methods.stamp.spatio aligns single updates on the server. Set it to false."
 
+    @property
+    def instead_of_a_mean(self) -> str | None:
+        return "aligns them (spatio: false averages)" if self.settings.spatio else None
+
     def gathered(self, replies: Replies) -> dict[str, Tensor]:
         return super().gathered(replies) if self.settings.spatio else FedAvg.gathered(self, replies)
 

@@ -122,7 +122,7 @@ def test_what_is_on_its_way_at_the_end_of_a_task_is_not_heard_in_the_next(
     result = experiment_of(ON, splits=splits_of(clients=3)).run(tmp_path / "run")
     rounds = pl.read_parquet(tmp_path / "run" / "rounds.parquet")
     assert rounds.select("clients", "answers", "late", "missing").rows() == [(3, 3, 0, 0), (3, 2, 0, 0)] * 2
-    assert result["faults"] == {"clients": 12, "missing": 0, "late": 0, "answers": 10, "dropped": 2}
+    assert result["faults"] == {"clients": 12, "missing": 0, "late": 0, "refused": 0, "answers": 10, "dropped": 2}
 
 
 def test_fates_are_drawn_at_the_rates_and_delays_uniformly(method_of: Callable) -> None:

@@ -1,4 +1,4 @@
-"""Replies: the same sum to the bit whoever answers first, few partial sums, single replies on disk."""
+"""Replies: the same sum to the bit whoever answers first, few partial sums, few bytes in memory."""
 
 import math
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fclmodels.federation import replies as holding
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.replies import Replies, TreeSum
 
@@ -88,22 +89,42 @@ def test_single_replies_can_be_read_again_and_again_in_the_order_of_ids(tmp_path
     assert replies.sum("count")["n"].item() == len(CLIENTS)
 
 
-def test_a_part_has_the_same_sum_whether_it_is_spooled_or_not(tmp_path: Path) -> None:
+def test_a_part_has_the_same_sum_whether_it_is_spooled_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terms = values(7)
     sums = []
-    for least in ("sum", "each"):
-        replies = Replies(range(7), tmp_path / least)
+    for room in (0, 100, 10**6):
+        monkeypatch.setattr(holding, "IN_MEMORY", room)
+        replies = Replies(range(7), tmp_path / str(room))
         for client in (4, 0, 6, 2, 1, 5, 3):
-            replies.add(client, Reply({"update": Part("update", terms[client], least)}))
+            replies.add(client, Reply({"update": Part("update", terms[client])}))
         sums.append(replies.sum("update"))
-    assert all(torch.equal(sums[0][name], sums[1][name]) for name in terms[0])
+    assert all(torch.equal(sums[0][name], other[name]) for other in sums for name in terms[0])
 
 
-def test_only_what_is_needed_one_by_one_goes_to_disk(tmp_path: Path) -> None:
-    replies = Replies(CLIENTS, tmp_path)
+def test_only_what_memory_has_no_room_for_goes_to_disk_under_names_of_the_servers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "IN_MEMORY", 20)
+    replies = Replies([0, 1], tmp_path / "spool")
+    for client in (0, 1):
+        part = Part("basis", {"b": torch.full((4,), float(client))}, "each")
+        replies.add(client, Reply({"../../basis": part}))
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["0"]
+    assert [tensors["b"].tolist() for _, tensors in replies.each("../../basis")] == [[0.0] * 4, [1.0] * 4]
+
+
+def test_what_is_dropped_is_as_if_it_had_not_come(tmp_path: Path) -> None:
+    both = [Replies(clients, tmp_path / str(len(clients))) for clients in (CLIENTS, [7, 3, 11, 2])]
     for client in CLIENTS:
-        replies.add(client, reply(client))
-    assert len(list(tmp_path.iterdir())) == len(CLIENTS)
+        both[0].add(client, reply(client))
+        if client != 5:
+            both[1].add(client, reply(client))
+    both[0].drop(5)
+    assert all(
+        torch.equal(both[0].sum(part)[n], t) for part in ("basis", "count") for n, t in both[1].sum(part).items()
+    )
+    assert both[0].loss == both[1].loss
+    assert [client for client, _ in both[0].each("basis")] == [2, 3, 7, 11]
 
 
 @given(order=st.permutations(CLIENTS))

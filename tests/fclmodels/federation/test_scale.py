@@ -51,7 +51,7 @@ def test_a_thousand_clients_of_which_twenty_are_sampled(measure: Callable[..., d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "processes"])
-def test_answers_are_summed_as_they_come(executor: str, measure: Callable[..., dict[str, float]]) -> None:
+def test_few_answers_are_held_in_memory(executor: str, measure: Callable[..., dict[str, float]]) -> None:
     """All take part: with one model kept for each, 600 clients would need 770 MB more than 50."""
     settings = (f"federation.executor={executor}", "federation.workers=2")
     few, many = (measure(clients, *settings) for clients in (50, 600))

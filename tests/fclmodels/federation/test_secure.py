@@ -264,6 +264,7 @@ def test_the_ledger_counts_the_protocols_own_bytes(experiment_of: MakeExperiment
         ("fedprotip", (*SUMS["fedprotip"], "methods.fedprotip.tip_voters=1"), r"methods\.fedprotip\.tip_voters: 1"),
         ("joint", (), r"methods\.joint brings all samples to one place"),
         ("fedavg", ("methods.fedavg.batch_norm=local",), r"methods\.fedavg keeps parts of the model with its clients"),
+        ("fedavg", ("federation.aggregation=median",), r"federation\.aggregation: median compares single replies"),
         ("fedavg", ("federation.clients_per_round=1",), r"a round of task 0 has one client"),
     ],
 )
@@ -279,6 +280,19 @@ def test_what_needs_single_replies_refuses_before_the_run(
 def test_late_replies_have_no_place(params_of: Callable) -> None:
     with pytest.raises(UserError, match=r"federation\.faults\.late has no place under federation\.secagg\.on"):
         params_of(ON, "federation.faults.late=0.1")
+
+
+def test_bad_clients_are_masked_as_others_are_and_nothing_is_inspected(
+    experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    evil = ("federation.attack.kind=scaled", "federation.attack.strength=50", "federation.inspection.largest=2")
+    ends = []
+    for settings in (("federation.inspection.check=false",), (ON,)):
+        experiment = experiment_of(*evil, *settings)
+        ends.append(experiment.run(tmp_path / f"run{len(ends)}"))
+        assert "refused" not in ends[-1]
+        ends[-1]["weights"] = weights_of(experiment, ends[-1])
+    assert_close(ends[0]["weights"], ends[1]["weights"], atol=1e-4)
 
 
 def test_too_few_to_unmask_end_the_run_in_one_line(experiment_of: MakeExperiment, tmp_path: Path) -> None:

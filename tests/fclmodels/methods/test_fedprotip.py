@@ -14,7 +14,7 @@ from fclmodels import state
 from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
@@ -51,6 +51,11 @@ def inputs_of(method: FedProTIP, server: Server, task: int, client: int) -> dict
     return {**seen, "features": x}
 
 
+def sent_by(parts: dict[str, Part]) -> dict[str, torch.Tensor]:
+    """The directions of all inputs, those of the features too."""
+    return {**parts["directions"].tensors, **(parts["features"].tensors if "features" in parts else {})}
+
+
 def projector(basis: Any) -> np.ndarray:
     basis = np.asarray(basis, dtype=np.float64)
     return basis @ basis.T
@@ -71,7 +76,7 @@ def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callab
             known = {name: basis.numpy() for name, basis in servers[task - 1].knowledge["bases"].items()}
         for client, (reply, _) in method.those("bases", task).items():
             assert reply.parts["directions"].least == "each"
-            for name, found in reply.parts["directions"].tensors.items():
+            for name, found in sent_by(reply.parts).items():
                 X = inputs_of(method, server, task, client)[name]
                 if name == "features":
                     earlier = [U.numpy() for U in server.knowledge["tip"]["bases"][:task]]
@@ -166,7 +171,7 @@ def test_sketches_as_wide_as_the_layer_span_the_union(method_of: Callable, feder
         part = reply.parts["directions"]
         assert (part.kind, part.least) == ("sketch", "sum")
         for name, sketch in part.tensors.items():
-            U = of_length_one(methods[0].those("bases", 0)[client][0].parts["directions"].tensors[name].numpy())
+            U = of_length_one(sent_by(methods[0].those("bases", 0)[client][0].parts)[name].numpy())
             assert sketch.shape == (len(U), len(U))
             assert_allclose(sketch.numpy() - projector(U) @ sketch.numpy(), 0, atol=1e-4 * float(sketch.norm()))
 
@@ -298,7 +303,7 @@ def test_a_client_with_more_data_counts_more(exchange: str, method_of: Callable,
     for axes, total in (([0, 1], 2), ([1, 0], 200)):
         X = torch.eye(6)[:, axes] * torch.tensor([9.0, 1.0])
         parts = method.core_bases(client_of(method, 0), {"features": LayerInputs(6, 2, total, columns=X)}, nothing)
-        found.append(parts["directions"].tensors["features"])
+        found.append(sent_by(parts)["features"])
     assert_allclose(method._task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
     assert_allclose(method._task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
 
@@ -313,7 +318,7 @@ def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
     X[0] += 10
     seen = {name: LayerInputs(8, 20, 20, columns=X) for name in ("features", "layer")}
     parts = method.core_bases(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
-    sent = {name: found.shape[1] for name, found in parts["directions"].tensors.items()}
+    sent = {name: found.shape[1] for name, found in sent_by(parts).items()}
     assert sent["features"] == mass_rank(np.linalg.svd(X[1:].numpy(), compute_uv=False), 0.7)
     assert (sent["layer"] == 0) == (rule == "total-energy")
 
@@ -431,7 +436,7 @@ def test_without_tip_nothing_of_it_is_asked_or_kept(method_of: Callable, federat
     assert "tip" not in server.knowledge
     assert method.router(server) is None
     assert {question for question, *_ in method.answers} == {"bases"}
-    assert all("features" not in reply.parts["directions"].tensors for *_, reply, _ in method.answers)
+    assert all("features" not in sent_by(reply.parts) for *_, reply, _ in method.answers)
     batch = next(method.run.batches.ordered(method.run.splits.test_rows(0), 100))
     assert method.predictor(server)(batch.inputs).task_scores is None
     with_tip = federate(method_of(FedProTIP, *MLP))

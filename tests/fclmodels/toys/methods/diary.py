@@ -41,7 +41,10 @@ class Diary(FedAvg):
         page = torch.stack([value.double().sum() for value in reply.parts["update"].tensors.values()])
         pages = [*client.memory.get("pages", []), page]
         learned = {name: value * (1 + 0.01 * len(pages)) for name, value in reply.parts["update"].tensors.items()}
-        parts = reply.parts | {"update": Part("update", learned), "page": Part("prototype", {"page": page}, "each")}
+        parts = reply.parts | {
+            "update": Part("update", learned, over="weight"),
+            "page": Part("statistics", {"page": page}, "each"),
+        }
         return replace(reply, parts=parts), {**memory, "pages": pages, "last": [client.task, client.round]}
 
     def meet_trouble(self) -> None:
@@ -68,7 +71,7 @@ class Diary(FedAvg):
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         own = sum(page.abs().sum() for page in client.memory.get("pages", [torch.ones(1)]))
         if question == "how much":
-            return Reply({"total": Part("basis", {"total": torch.as_tensor(own)})}), client.memory
+            return Reply({"total": Part("statistics", {"total": torch.as_tensor(own)})}), client.memory
         noise = torch.rand(3, generator=client.generator("share"))
         share = own / payload["total"].tensors["total"] + noise
-        return Reply({"share": Part("basis", {"share": share}, "each")}), {**client.memory, "asked": client.task}
+        return Reply({"share": Part("statistics", {"share": share}, "each")}), {**client.memory, "asked": client.task}

@@ -1,0 +1,166 @@
+"""Attacks against defences: two bad clients of ten, the embedded digits in two tasks of five classes, as Markdown.
+
+    fcl pretrain --out data/pretrained/letters     # for pip-dualp
+    python bench/attacks.py [--out tries/attacks] [--workers 2] [--methods fedavg fot] [--seeds 0 1 2]
+
+For each method the accuracy with the task given, attack by defence; what a backdoor's patch does to test images; and
+attacks on what methods send beside updates. Runs are folders below --out, as those of study.py, and not done again.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from study import Job, Row, Study, do, finished, jobs, metric, splits_of, spread
+
+from fclmodels.data.splits import Splits
+from fclmodels.federation.attacks import patched, target
+from fclmodels.report.runs import read_run
+from fclmodels.served import Model
+
+SHARED = [
+    "stream.tasks=2",
+    "stream.classes_per_task=5",
+    "partition.val=0",
+    "model={backbone: cnn, width: 8}",
+    "federation.rounds=6",
+    "optimizer.lr=0.1",
+]
+VIT = [
+    "model={backbone: vit, patch: 2, width: 64, depth: 4, attention_heads: 4, mlp_width: 128, loss_over: task}",
+    "model.weights=data/pretrained/letters/weights.safetensors",
+    "methods.pip-dualp.e_layers=[2,3]",
+    "optimizer={kind: adam, lr: 0.01}",
+]
+METHODS = {
+    "fedavg": ("fedavg", []),
+    "fot": ("fot", []),
+    "fedprotip": ("fedprotip", []),
+    "special": ("special", []),
+    "stamp": ("stamp", []),
+    "stamp, averaged": ("stamp", ["methods.stamp.spatio=false"]),
+    "pip-dualp": ("pip-dualp", VIT),
+}
+ATTACKS = {
+    "none": [],
+    "label flip": ["label-flip"],
+    "sign flip x 5": ["sign-flip", "strength=5"],
+    "scaled x 10": ["scaled", "strength=10"],
+    "scaled x 100": ["scaled", "strength=100"],
+    "noise x 10": ["noise", "strength=10"],
+    "claim x 10": ["claim", "strength=10"],
+    "backdoor": ["backdoor"],
+}
+DEFENCES = {
+    "none": ["federation.inspection.check=false"],
+    "checks": [],
+    **{
+        rule: [f"federation.aggregation={rule}"] for rule in ("clipped", "median", "trimmed-mean", "krum", "multi-krum")
+    },
+}
+FIRST = {f"{attack}, first task": [*ATTACKS[attack], "tasks=1"] for attack in ("label flip", "sign flip x 5")}
+# What a method sends beside updates, and whether poison of the first task outlives it.
+DOORS = {
+    "fedavg": FIRST,
+    "fot": {"basis x 1": ["basis", "strength=1"], "basis x 10": ["basis", "strength=10"], **FIRST},
+    "fedprotip": {"basis": ["basis"], "reference": ["reference"], **FIRST},
+    "special": FIRST,
+    "stamp": FIRST,
+    "pip-dualp": {
+        "prototype x 1": ["prototype", "strength=1"],
+        "prototype x 10": ["prototype", "strength=10"],
+        **FIRST,
+    },
+}
+TOLD = ("acc", "learning_acc", "task_agnostic.acc", "task_predicted.acc")
+
+Runs = dict[tuple[str, str, str], list[Job]]  # of a method, an attack and a defence, one for each seed
+
+
+def attacking(attack: list[str]) -> list[str]:
+    return [f"federation.attack.{one}" for one in (f"kind={attack[0]}", *attack[1:])] if attack else []
+
+
+def combinations(methods: list[str]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Method, attack, defence, and the settings of the last two; aligned updates have no robust rule."""
+    for method in methods:
+        rules = ["none", "checks"] if method == "stamp" else list(DEFENCES)
+        for attack, of_attack in ATTACKS.items():
+            for defence in rules:
+                # Bits are the same with and without checks that refuse nobody.
+                if defence != "none" or attack == "scaled x 100":
+                    yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
+        for attack, of_attack in DOORS.get(method, {}).items():
+            for defence in ("checks", "median")[: 1 if method == "stamp" else 2]:
+                yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
+
+
+def wanted(methods: list[str], seeds: list[int], out: Path) -> Runs:
+    study = Study(params="params.yaml", set=SHARED, seeds=seeds, metrics=[], rows={})
+    found = {}
+    for method, attack, defence, settings in combinations(methods):
+        name, own = METHODS[method]
+        found[method, attack, defence] = jobs(study, Row(method=name, set=[*own, *settings]), [], seeds, False, out)
+    return found
+
+
+def cell(runs: list[Job], name: str = "acc") -> str:
+    if not runs:
+        return ""
+    if not all(map(finished, runs)):
+        return "ended early"
+    return spread([metric(read_run(job.folder).result.metrics, "task_aware", name) for job in runs])
+
+
+def taken(job: Job, patch: bool) -> float:
+    """Of test images that are not of a task's first class, the task given, the share that gets that class's label."""
+    model, splits, shares = Model(job.folder / "model"), Splits.open(splits_of(job.load(), job.out)), []
+    for task in splits.tasks:
+        rows = splits.test_rows(task.index)
+        wanted = target(task.classes)
+        images = splits.images[torch.from_numpy(rows.samples[rows.labels != wanted])]
+        answers = model.answer((patched(images) if patch else images).numpy(), task.index + 1)
+        shares.append(np.mean([answer["class"] == splits.classes[wanted] for answer in answers]))
+    return float(np.mean(shares))
+
+
+def tables(methods: list[str], runs: Runs) -> Iterator[str]:
+    header = "| | " + " | ".join(DEFENCES) + " |\n" + "|---" * (len(DEFENCES) + 1) + "|"
+    for method in methods:
+        yield "\n" + header
+        for attack in ATTACKS:
+            cells = (cell(runs.get((method, attack, defence), [])) for defence in DEFENCES)
+            yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
+    yield "\n" + header
+    for method in methods:
+        for attack in ("none", "backdoor"):
+            found = (list(filter(finished, runs.get((method, attack, defence), []))) for defence in DEFENCES)
+            cells = (spread([taken(job, True) for job in of]) if of else "" for of in found)
+            yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
+    yield "\n| | defence | " + " | ".join(TOLD) + " |\n" + "|---" * (len(TOLD) + 2) + "|"
+    for method in methods:
+        for attack in ("none", "label flip", "sign flip x 5", *DOORS.get(method, {})):
+            for defence in ("checks", "median"):
+                if of := runs.get((method, attack, defence)):
+                    yield f"| {method}, {attack} | {defence} | " + " | ".join(cell(of, name) for name in TOLD) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("tries/attacks"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    given = parser.parse_args()
+    runs = wanted(given.methods, given.seeds, given.out)
+    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
+        do(pool, [job for of_row in runs.values() for job in of_row])
+    print("\n".join(tables(given.methods, runs)))
+
+
+if __name__ == "__main__":
+    main()

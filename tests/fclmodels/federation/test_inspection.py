@@ -1,0 +1,277 @@
+"""What is refused, by itself and beside others. That honest replies of every method pass is in test_contract.py."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fclmodels.errors import UserError
+from fclmodels.federation import inspection
+from fclmodels.federation.checkpoints import Checkpoints
+from fclmodels.federation.client import Client
+from fclmodels.federation.executor import Serial
+from fclmodels.federation.inspection import Fault, Look
+from fclmodels.federation.ledger import ledger_table
+from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.rounds import learn, rounds_table
+from fclmodels.federation.server import Server
+from fclmodels.listener import Listener
+from fclmodels.methods.base import Memory
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.numerics.prototypes import moments, weighted
+from fclmodels.settings import InspectionSettings
+
+MODEL = {"w": torch.zeros(3, 2), "b": torch.zeros(2)}
+PAYLOAD = {"weights": Part("weights", MODEL)}
+Parts = dict[str, Part]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def update(scale: float = 1.0, count: float = 2.0, **tensors: Tensor) -> Parts:
+    given = {"w": drawn(3, 2) * scale * count, "b": drawn(2, seed=1) * scale * count, **tensors}
+    return {
+        "update": Part("update", given, over="weight"),
+        "weight": Part("count", {"weight": torch.tensor(count, dtype=torch.float64)}),
+    }
+
+
+def part(kind: Any, **tensors: Tensor) -> Parts:
+    return {"p": Part(kind, tensors)}
+
+
+def with_nan(tensor: Tensor, value: float = math.nan) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = value
+    return tensor
+
+
+Q = torch.linalg.qr(drawn(6, 3))[0]
+MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "fault"),
+    [
+        (update(), None),
+        (update(b=with_nan(torch.ones(2))), ("update", "is not finite")),
+        (update(b=with_nan(torch.ones(2), -math.inf)), ("update", "is not finite")),
+        (update(c=torch.ones(2)), ("update", "c is not of the model")),
+        (update(b=torch.ones(3)), ("update", "b is not of the model")),
+        (update(b=torch.ones(2).double()), ("update", "b is not of the model")),
+        (update(count=-2.0), ("update", "needs one number above 0 in weight")),
+        (update(count=math.nan), ("update", "is not finite")),
+        ({"update": update()["update"]}, ("update", "needs one number above 0 in weight")),
+        (part("basis", a=Q, b=Q[:, :0]), None),
+        (part("basis", a=Q, b=1.01 * Q), ("p", "is not orthonormal")),
+        (part("basis", a=torch.cat([Q, Q[:, :1]], 1)), ("p", "is not orthonormal")),
+        (part("basis", a=drawn(3, 6)), ("p", "is not orthonormal")),
+        (part("basis", a=drawn(3)), ("p", "is not orthonormal")),
+        (part("directions", a=5 * Q), None),
+        (part("sketch", a=drawn(4, 2)), None),
+        (part("sketch", a=with_nan(drawn(4, 2))), ("p", "is not finite")),
+        (part("prototype", **MOMENTS), None),
+        (part("prototype", **weighted(MOMENTS, 7.0)), None),
+        (part("prototype", sum=MOMENTS["sum"]), ("p", "has no counts")),
+        (part("prototype", **{**MOMENTS, "weight": torch.ones(3)}), ("p", "has no row for each count")),
+        (part("prototype", **{**MOMENTS, "weight": -MOMENTS["weight"]}), ("p", "has a negative count")),
+        (part("prototype", **{**MOMENTS, "weight": torch.zeros(4)}), ("p", "has a sum of no samples")),
+        (part("prototype", **{**MOMENTS, "square": 0.1 * MOMENTS["square"]}), ("p", "has a negative variance")),
+        (part("reference", omega=-torch.ones(2, 2)), ("p", "is negative")),
+        (part("count", seen=torch.tensor([-1, 3])), ("p", "is negative")),
+        (part("count", seen=torch.tensor(True)), ("p", "has numbers of torch.bool")),
+        ({"p": Part("count", {"share": torch.tensor(-0.1)}, noisy=True)}, None),
+    ],
+)  # fmt: skip
+def test_a_reply_by_itself(parts: Parts, fault: tuple[str, str] | None) -> None:
+    assert inspection.look(Reply(parts), PAYLOAD).fault == (fault and Fault(*fault))
+
+
+def test_a_loss_that_is_not_finite_stops_no_run() -> None:
+    assert inspection.look(Reply(update(), loss=math.nan), PAYLOAD).fault == ("loss", "is not finite")
+
+
+def test_an_update_is_as_long_as_the_mean_displacement_however_many_samples_it_is_of() -> None:
+    looks = [inspection.look(Reply(update(count=count)), PAYLOAD) for count in (1.0, 1000.0)]
+    expected = torch.cat([drawn(3, 2).flatten(), drawn(2, seed=1)]).norm().item()
+    assert [seen.length for seen in looks] == pytest.approx([expected] * 2)
+
+
+@given(seed=st.integers(0, 99), samples=st.integers(1, 30), scale=st.floats(1e-3, 1e3))
+def test_moments_of_real_samples_pass(seed: int, samples: int, scale: float) -> None:
+    """One sample, or many equal ones, have a variance of 0 but for rounding."""
+    features = scale * (1 + drawn(1, 4, seed=seed).expand(samples, 4))
+    found = moments(features, torch.zeros(samples, dtype=torch.int64), 2)
+    assert inspection.look(Reply(part("prototype", **found)), {}).fault is None
+
+
+KINDS = ("update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool)
+TENSORS = st.builds(
+    lambda shape, dtype, value: torch.full(shape, 1).to(dtype) * value,
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from((0, 1, -1, math.nan, math.inf, 1e300)),
+)
+NAMES = st.sampled_from(("w", "b", "weight", "sum", "square", "../../w"))
+
+
+@given(
+    st.dictionaries(
+        NAMES,
+        st.builds(Part, st.sampled_from(KINDS), st.dictionaries(NAMES, TENSORS, max_size=3), over=NAMES | st.just("")),
+    )
+)
+def test_whatever_a_client_sends_it_is_the_replys_fault_and_not_the_servers(parts: Parts) -> None:
+    seen = {1: inspection.look(Reply(parts), PAYLOAD), **{n: inspection.look(Reply(update()), PAYLOAD) for n in (2, 3)}}
+    assert inspection.faults(seen, InspectionSettings()).keys() == {1}
+
+
+# Beside others
+
+
+def looks_of(*replies: Parts) -> dict[int, Look]:
+    return {client: inspection.look(Reply(parts), PAYLOAD) for client, parts in enumerate(replies)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {**update(), "more": Part("count", {"n": torch.tensor(1)})},
+        {**update(), "update": Part("update", {"w": drawn(3, 2)}, over="weight")},
+        {**update(), "update": replace(update()["update"], least="each")},
+        {**update(), "update": replace(update()["update"], over="")},
+    ],
+)
+def test_the_form_is_what_most_replies_have(other: Parts) -> None:
+    found = inspection.faults(looks_of(update(), other, update()), InspectionSettings())
+    if not other:
+        assert found == {1: Fault("reply", "is withheld")}
+        return
+    assert [(client, fault.why) for client, fault in found.items()] == [(1, "has another form than most")]
+    assert found[1].part in ("more", "update", "weight")
+
+
+def test_bases_of_any_number_of_columns_have_one_form() -> None:
+    looks = looks_of(part("basis", a=Q), part("basis", a=Q[:, :1]), part("basis", a=torch.linalg.qr(drawn(5, 3))[0]))
+    assert list(inspection.faults(looks, InspectionSettings())) == [2]
+
+
+def test_far_longer_than_the_median_is_refused_and_what_fails_otherwise_moves_no_median() -> None:
+    broken = update(1e30, b=with_nan(torch.ones(2)))
+    looks = looks_of(update(1), update(2), update(2), broken, update(19.9), update(21))
+    found = inspection.faults(looks, InspectionSettings(largest=10.0))
+    assert list(found) == [3, 5]
+    assert found[5] == ("update", "is 10.5 times as long as the median")
+    assert list(inspection.faults(looks, InspectionSettings(largest=None))) == [3]
+
+
+@given(lengths=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), bad=st.lists(st.floats(1e-30, 1e30), max_size=8))
+def test_fewer_than_half_bad_replies_get_nothing_through_that_is_far_longer_than_an_honest_one(
+    lengths: list[float], bad: list[float]
+) -> None:
+    bad = bad[: len(lengths) - 1]
+    looks = {client: Look(None, length=length) for client, length in enumerate([*lengths, *bad])}
+    found = inspection.faults(looks, InspectionSettings(largest=5.0))
+    taken = [looks[client].length or 0 for client in looks.keys() - found.keys()]
+    assert max(taken, default=0) <= 5 * max(lengths)
+
+
+# In a run
+
+
+class Malicious(FedAvg):
+    """Client 1 sends what is no update in each round."""
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().train(client, payload)
+        if client.index == 1:
+            broken = {name: with_nan(tensor) for name, tensor in reply.parts["update"].tensors.items()}
+            reply = replace(reply, parts={**reply.parts, "update": Part("update", broken, over="weight")})
+        return reply, memory
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, int, int, str]] = []
+
+    def refused(self, *line: Any) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.DataFrame, Heard]]:
+    def learn_first(method: FedAvg, server: Server | None = None) -> Any:
+        checkpoints, heard = Checkpoints(tmp_path / f"{len(list(tmp_path.iterdir()))}"), Heard()
+        position = learn(method, server or method.setup(), {}, 0, Serial(method, 1), checkpoints, heard)
+        tables = rounds_table(checkpoints.rounds), ledger_table(checkpoints.ledger)
+        checkpoints.close()
+        return position.server, *tables, heard
+
+    return learn_first
+
+
+def test_who_is_refused_costs_bytes_is_noted_and_after_a_while_set_aside(
+    method_of: Callable, learned: Callable
+) -> None:
+    server, rounds, ledger, heard = learned(
+        method_of(Malicious, "federation.rounds=4", "federation.inspection.patience=2")
+    )
+    assert server.refused == {"1": 2}
+    assert rounds["refused"].to_list() == [1, 1, 0, 0]
+    assert rounds["clients"].to_list() == [4, 4, 3, 3]
+    assert rounds["answers"].to_list() == [3, 3, 3, 3]
+    noted = ledger.filter(direction="refused")
+    assert noted.select("round", "client", "part", "bytes").rows() == [(0, 1, "update", 0), (1, 1, "update", 0)]
+    assert ledger.filter(direction="up", part="update", client=1)["round"].to_list() == [0, 1]
+    assert heard.lines == [(0, n, 1, "update is not finite") for n in (0, 1)]
+
+
+def test_the_others_go_on_as_if_it_were_not_there(
+    method_of: Callable, learned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = learned(method_of(Malicious, "federation.rounds=3"))[0]
+    honest = method_of(FedAvg, "federation.rounds=3")
+    monkeypatch.setattr(honest, "participants", lambda task: (0, 2, 3))
+    alone = learned(honest)[0]
+    assert all(torch.equal(refusing.weights[name], tensor) for name, tensor in alone.weights.items())
+
+
+def test_under_secure_aggregation_a_client_looks_at_its_own_reply_and_withholds_it(
+    method_of: Callable, learned: Callable
+) -> None:
+    ends = [
+        learned(method_of(Malicious, "federation.rounds=4", *more)) for more in ((), ("federation.secagg.on=true",))
+    ]
+    (plain, _, _, _), (masked, rounds, ledger, heard) = ends
+    assert masked.refused == plain.refused == {"1": 3}
+    assert rounds["refused"].to_list() == [1, 1, 1, 0]
+    assert heard.lines == [(0, n, 1, "reply is withheld") for n in range(3)]
+    assert ledger.filter(pl.col("client") == 1, pl.col("part") == "update", direction="up").is_empty()
+    for name, tensor in plain.weights.items():
+        torch.testing.assert_close(masked.weights[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_without_anyone_left_ends_in_one_line(method_of: Callable, learned: Callable) -> None:
+    method = method_of(Malicious, "federation.inspection.patience=1")
+    server = replace(method.setup(), refused={"0": 1, "2": 4, "3": 1})
+    with pytest.raises(UserError, match=r"task 0, round 0: training diverged \(client 1's update is not finite\)"):
+        learned(method, server)
+    with pytest.raises(UserError, match="task 0: all 4 clients that have its data are set aside"):
+        learned(method, replace(server, refused=dict.fromkeys("0123", 1)))
+
+
+def test_unchecked_a_single_reply_breaks_the_model(method_of: Callable, learned: Callable) -> None:
+    with pytest.raises(UserError, match="training diverged"):
+        learned(method_of(Malicious, "federation.inspection.check=false"))
