@@ -3,8 +3,9 @@
     fcl pretrain --out data/pretrained/letters     # for pip-dualp
     python bench/attacks.py [--out tries/attacks] [--workers 2] [--methods fedavg fot] [--seeds 0 1 2]
 
-For each method the accuracy with the task given, attack by defence; what a backdoor's patch does to test images; and
-attacks on what methods send beside updates. Runs are folders below --out, as those of study.py, and not done again.
+For each method the accuracy with the task given, attack by defence; then how many test images with the backdoor's patch
+are taken for the attackers' label; then attacks on what methods send beside updates, also on permuted pixels. Runs are
+folders below --out, as those of study.py, and not done again.
 """
 
 import argparse
@@ -22,12 +23,21 @@ from fclmodels.federation.attacks import patched, target
 from fclmodels.report.runs import read_run
 from fclmodels.served import Model
 
-SHARED = [
+DIGITS = [
     "stream.tasks=2",
     "stream.classes_per_task=5",
     "partition.val=0",
     "model={backbone: cnn, width: 8}",
     "federation.rounds=6",
+    "optimizer.lr=0.1",
+]
+# Each task needs layers of its own, so that it matters which directions are left for them.
+PERMUTED = [
+    "stream.kind=permuted-pixels",
+    "stream.tasks=3",
+    "partition.val=0",
+    "model={backbone: mlp, hidden: 100, dropout: [0, 0]}",
+    "federation.rounds=20",
     "optimizer.lr=0.1",
 ]
 VIT = [
@@ -37,14 +47,20 @@ VIT = [
     "optimizer={kind: adam, lr: 0.01}",
 ]
 METHODS = {
-    "fedavg": ("fedavg", []),
-    "fot": ("fot", []),
-    "fedprotip": ("fedprotip", []),
-    "special": ("special", []),
-    "stamp": ("stamp", []),
-    "stamp, averaged": ("stamp", ["methods.stamp.spatio=false"]),
-    "pip-dualp": ("pip-dualp", VIT),
+    "fedavg": (DIGITS, "fedavg", []),
+    "fot": (DIGITS, "fot", []),
+    "fedprotip": (DIGITS, "fedprotip", []),
+    "special": (DIGITS, "special", []),
+    "stamp": (DIGITS, "stamp", []),
+    "stamp, averaged": (DIGITS, "stamp", ["methods.stamp.spatio=false"]),
+    "special, lambda 1": (DIGITS, "special", ["methods.special.lambda=1"]),
+    "fedavg, permuted": (PERMUTED, "fedavg", []),
+    "fot, permuted": (PERMUTED, "fot", []),
+    "fedprotip, permuted": (PERMUTED, "fedprotip", []),
+    "pip-dualp": (DIGITS, "pip-dualp", VIT),
 }
+# Each attack against each defence; the others are for attacks on what is sent besides.
+CROSSED = ["fedavg", "fot", "fedprotip", "special", "stamp", "stamp, averaged", "pip-dualp"]
 ATTACKS = {
     "none": [],
     "label flip": ["label-flip"],
@@ -63,10 +79,11 @@ DEFENCES = {
     },
 }
 FIRST = {f"{attack}, first task": [*ATTACKS[attack], "tasks=1"] for attack in ("label flip", "sign flip x 5")}
-# What a method sends beside updates, and whether poison of the first task outlives it.
+SKETCHES = {"basis x 1": ["basis", "strength=1"], "basis x 10": ["basis", "strength=10"]}
+# On what a method sends beside updates, and whether poison of the first task outlives it.
 DOORS = {
     "fedavg": FIRST,
-    "fot": {"basis x 1": ["basis", "strength=1"], "basis x 10": ["basis", "strength=10"], **FIRST},
+    "fot": {**SKETCHES, **FIRST},
     "fedprotip": {"basis": ["basis"], "reference": ["reference"], **FIRST},
     "special": FIRST,
     "stamp": FIRST,
@@ -75,7 +92,11 @@ DOORS = {
         "prototype x 10": ["prototype", "strength=10"],
         **FIRST,
     },
+    "special, lambda 1": FIRST,
+    "fot, permuted": SKETCHES,
+    "fedprotip, permuted": {"basis": ["basis"]},
 }
+BESIDE = ("none", "label flip", "sign flip x 5")
 TOLD = ("acc", "learning_acc", "task_agnostic.acc", "task_predicted.acc")
 
 Runs = dict[tuple[str, str, str], list[Job]]  # of a method, an attack and a defence, one for each seed
@@ -92,28 +113,27 @@ def combinations(methods: list[str]) -> Iterator[tuple[str, str, str, list[str]]
         for attack, of_attack in ATTACKS.items():
             for defence in rules:
                 # Bits are the same with and without checks that refuse nobody.
-                if defence != "none" or attack == "scaled x 100":
+                if method in CROSSED and (defence != "none" or attack == "scaled x 100"):
                     yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
-        for attack, of_attack in DOORS.get(method, {}).items():
-            for defence in ("checks", "median")[: 1 if method == "stamp" else 2]:
+        for attack, of_attack in {**{name: ATTACKS[name] for name in BESIDE}, **DOORS.get(method, {})}.items():
+            for defence in ("checks", "median") if method in CROSSED and method != "stamp" else ("checks",):
                 yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
 
 
 def wanted(methods: list[str], seeds: list[int], out: Path) -> Runs:
-    study = Study(params="params.yaml", set=SHARED, seeds=seeds, metrics=[], rows={})
     found = {}
     for method, attack, defence, settings in combinations(methods):
-        name, own = METHODS[method]
+        shared, name, own = METHODS[method]
+        study = Study(params="params.yaml", set=shared, seeds=seeds, metrics=[], rows={})
         found[method, attack, defence] = jobs(study, Row(method=name, set=[*own, *settings]), [], seeds, False, out)
     return found
 
 
 def cell(runs: list[Job], name: str = "acc") -> str:
-    if not runs:
-        return ""
-    if not all(map(finished, runs)):
-        return "ended early"
-    return spread([metric(read_run(job.folder).result.metrics, "task_aware", name) for job in runs])
+    done = list(filter(finished, runs))
+    if len(done) < len(runs):
+        return f"{len(runs) - len(done)} of {len(runs)} ended early"
+    return spread([metric(read_run(job.folder).result.metrics, "task_aware", name) for job in done]) if done else ""
 
 
 def taken(job: Job, patch: bool) -> float:
@@ -130,20 +150,21 @@ def taken(job: Job, patch: bool) -> float:
 
 def tables(methods: list[str], runs: Runs) -> Iterator[str]:
     header = "| | " + " | ".join(DEFENCES) + " |\n" + "|---" * (len(DEFENCES) + 1) + "|"
-    for method in methods:
+    crossed = [method for method in methods if method in CROSSED]
+    for method in crossed:
         yield "\n" + header
         for attack in ATTACKS:
             cells = (cell(runs.get((method, attack, defence), [])) for defence in DEFENCES)
             yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
     yield "\n" + header
-    for method in methods:
+    for method in crossed:
         for attack in ("none", "backdoor"):
             found = (list(filter(finished, runs.get((method, attack, defence), []))) for defence in DEFENCES)
             cells = (spread([taken(job, True) for job in of]) if of else "" for of in found)
             yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
     yield "\n| | defence | " + " | ".join(TOLD) + " |\n" + "|---" * (len(TOLD) + 2) + "|"
     for method in methods:
-        for attack in ("none", "label flip", "sign flip x 5", *DOORS.get(method, {})):
+        for attack in (*BESIDE, *DOORS.get(method, {})):
             for defence in ("checks", "median"):
                 if of := runs.get((method, attack, defence)):
                     yield f"| {method}, {attack} | {defence} | " + " | ".join(cell(of, name) for name in TOLD) + " |"

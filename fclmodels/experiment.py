@@ -209,8 +209,10 @@ class Experiment:
             ledger = Ledger(checkpoints.ledger, held)
             aside = inspection.set_aside(server, self.params.federation.inspection)
             cohort = Cohort(self.executor, step.task, clients, memories, ledger, checkpoints, aside=aside)
-            server = inspection.counted(self.method.finish_task(server, cohort), cohort.refused)
-            rounds.tell(cohort.refused, step.task, self.listener)
+            try:
+                server = inspection.counted(self.method.finish_task(server, cohort), cohort.refused)
+            finally:
+                rounds.tell(cohort.refused, step.task, self.listener)
             objects = self._keep(server, cohort.memories)
             objects["ledger"] = self.store.put_table(ledger_table(checkpoints.ledger))
             objects["knowledge"] = self.store.put(server.knowledge)

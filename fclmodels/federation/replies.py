@@ -93,6 +93,7 @@ class Replies:
     @property
     def parts(self) -> dict[str, Part]:
         """What was declared of each part, without its tensors."""
+        self._refuse_silence()
         return {name: part for client in self.clients for name, part in self._declared[client].items()}
 
     def sum(self, part: str) -> Tensors:
@@ -100,8 +101,7 @@ class Replies:
 
         Do not change it in place.
         """
-        if not self.clients:
-            raise UserError(f"{self.spool.name}: no reply with {part} could be used.")
+        self._refuse_silence()
         if self.rule is not None and self.parts[part].over:
             return self._by_rule(part, self.rule)
         total = TreeSum(len(self.clients))
@@ -111,6 +111,7 @@ class Replies:
 
     def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
         """(client, tensors) in order of ids, one at a time where they are in the spool."""
+        self._refuse_silence()
         for client in sorted(self.clients):
             yield client, self._tensors(part, client)
 
@@ -120,6 +121,13 @@ class Replies:
         facts = [self.facts[client] for client in sorted(self.clients)]
         weights = [fact["samples"] * fact["weight"] for fact in facts]
         return sum(fact["loss"] * w for fact, w in zip(facts, weights, strict=True)) / (sum(weights) or 1)
+
+    def _refuse_silence(self) -> None:
+        if not self.clients:
+            raise UserError(
+                f"{self.spool.name}: no reply can be used, all were refused or their clients set aside. "
+                "Look at those clients, at whether training diverges, or at federation.inspection."
+            )
 
     def _by_rule(self, part: str, rule: Rule) -> Tensors:
         over = self.parts[part].over

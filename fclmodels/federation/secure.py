@@ -209,7 +209,7 @@ class Session:
 
     def sums(self, replies: Replies) -> Replies:
         """Step 3, and the sums of replies that are masked."""
-        if not replies.parts:
+        if not replies.clients or not replies.parts:
             return replies
         survivors = sorted(replies.clients)
         sealed_for = {

@@ -93,10 +93,11 @@ class FedProTIP(Tip):
         features: list[Tensor] = []
         columns: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
-        for clients in self._turns(cohort.clients):
+        turns = self._turns(cohort.clients)
+        for clients in turns:
             replies = cohort.ask("bases", {**super().payload(server), "bases": Part("basis", bases)}, clients)
-            if self.settings.union == "sequential" and not replies.clients:
-                continue
+            if not replies.clients and (columns or clients != turns[-1]):
+                continue  # was refused, and others are heard
             for found in self._found(replies):
                 features += [found.pop(FEATURES)] if self.settings.tip else []
                 bases = union(bases, found)

@@ -263,6 +263,25 @@ def test_under_secure_aggregation_a_client_looks_at_its_own_reply_and_withholds_
         torch.testing.assert_close(masked.weights[name], tensor, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("fot", "{}"), ("fedprotip", "{}"), ("fedprotip", "{exchange: sketch}"), ("fedprotip", "{union: sequential}")],
+)
+def test_a_tasks_end_without_anyone_left_ends_in_one_line_too(
+    name: str, setting: str, experiment_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = inspection.look
+
+    def strict(reply: Reply, payload: Payload) -> Look:
+        return looked(reply, payload) if "update" in reply.parts else Look(Fault("basis", "is bad"))
+
+    monkeypatch.setattr(inspection, "look", strict)
+    heard = Heard()
+    with pytest.raises(UserError, match="no reply can be used"):
+        experiment_of(f"methods.{name}={setting}", method=name, listener=heard).run(tmp_path / "run")
+    assert {why for *_, why in heard.lines} == {"basis is bad"}
+
+
 def test_a_run_without_anyone_left_ends_in_one_line(method_of: Callable, learned: Callable) -> None:
     method = method_of(Malicious, "federation.inspection.patience=1")
     server = replace(method.setup(), refused={"0": 1, "2": 4, "3": 1})
