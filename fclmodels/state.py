@@ -140,6 +140,29 @@ def write_json(path: Path, content: Tree) -> None:
         temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """JSON that carries its own digest, so that no change of a word or a number goes unseen."""
+    content = json.loads(json.dumps(content))
+    write_json(path, {**content, "seal": _seal(content)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """What write_sealed wrote; ValueError where it is something else."""
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
+        raise ValueError("changed or cut short")
+    return content
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """safetensors refuses tensors that share storage; give each repeated one its own."""
     seen: set[int] = set()

@@ -5,7 +5,6 @@ Trees are kept as safetensors, tables as Parquet. What is read is checked agains
 
 import hashlib
 import io
-import json
 import shutil
 from pathlib import Path
 
@@ -64,7 +63,7 @@ class Store:
 
     def record(self, key: str, outcome: dict[str, Tree]) -> None:
         """Remember what came of the step with this key: JSON that names objects by digest."""
-        state.write_json(self.root / "done" / f"{key}.json", outcome)
+        state.write_sealed(self.root / "done" / f"{key}.json", outcome)
 
     def recall(self, key: str) -> dict[str, Tree] | None:
         """What came of the step, or None where it was not done or an object that it made is gone."""
@@ -72,7 +71,7 @@ class Store:
         if not path.exists():
             return None
         try:
-            outcome = json.loads(path.read_text())
+            outcome = state.read_sealed(path)
             return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
         except (ValueError, LookupError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem

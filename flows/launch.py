@@ -1,18 +1,25 @@
 """Starts a flow from the command line: surroundings, the server, and meanwhile what takes seconds to import."""
 
 import gc
+import os
 import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
 from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
 from fclmodels.federation import malloc
 from flows import environment, servers
+from flows.terminal import tell
 
 
 def start(module: str, flow: str, **arguments: Any) -> Any:
     """The result of a flow, run on the project's Prefect server."""
     malloc.tune()
     environment.settle()
+    own = "PREFECT_API_URL" not in os.environ
     url = servers.connect(environment.HOME)
     # An interrupt in the middle of an import can leave a half-made package behind: it waits until the imports are done.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -21,10 +28,30 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     servers.wait(url, environment.HOME)
+    if own:
+        servers.keep_up(environment.HOME, lambda: tell("Prefect's server has died; another one takes its place"))
     gc.freeze()  # what was imported stays: looking through it again, at the latest at exit, takes a second
     gc.enable()
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
+    results = []
     # The thread of the heartbeat ends a flow run a second late, and no setting from outside can switch it off.
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        return entry(**arguments)
+    with ExitStack() as settings:
+        settings.enter_context(temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
+
+        def noted(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
+            results.append(function(*given, **more))
+            if not own and not servers.healthy(url):  # else the last state is tried for two minutes
+                settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
+            return results[-1]
+
+        if hasattr(entry, "fn"):
+            function = unwrap(entry.fn)
+            entry.fn = wraps(function)(partial(noted, function))
+        try:
+            return entry(**arguments)
+        except Exception:
+            if not results or servers.healthy(url):
+                raise
+            tell(f"Prefect's server at {url} stopped answering; the run went on, and its pages do not show the end.")
+            return results[-1]

@@ -152,7 +152,9 @@ class Line:
         """Learn and register a task as far as that is not done; what became of it, where anything was done."""
         arrivals, parts = self.settings.arrivals, self.growing.parts[: part.number]
         tags, key = known_by(self.settings, parts)
-        known, done = self.store.recall(key), gated(self.registry, self.name, key)
+        known = self.store.recall(key)
+        with asked(self.settings.tracking.uri):
+            done = gated(self.registry, self.name, key)
         if known and done:
             self.outcomes += known["outcomes"]
             return
@@ -160,6 +162,8 @@ class Line:
         folder = assembled(parts, HOME / "streams" / self.name)
         with Experiment(self.settings, arrivals.method, arrivals.seed, Splits.open(folder), HOME) as run:
             tracking, result = self.learn(run, key, known)
+        if tracking.waiting:
+            raise UserError(f"{self.name}: {part.name} is learned and kept. The next fcl stream registers it.")
         if done:  # only the state had been lost
             return
         verdict = gate.judge(gathered(self.store, self.outcomes, ("val_accuracy",))["val_accuracy"], arrivals.gate)
@@ -171,7 +175,8 @@ class Line:
             "val_forgetting": verdict.forgetting,
         }
         tags |= {name: f"{value:.4f}" for name, value in measured.items() if value is not None}
-        became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
+        with asked(self.settings.tracking.uri):
+            became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
         tell("{}: version {version} is the {became}. {why}".format(self.name, **became).rstrip(" "), self.quiet)
         yield row(part.name, measured, **became)
 
@@ -181,7 +186,7 @@ class Line:
         run.listener = watcher = watch(f"{self.name}, {run.label}", rounds, self.quiet)
         own = self.settings.tracking.experiment or f"stream {self.name}"
         settings = self.settings.tracking.model_copy(update={"experiment": own})
-        with tracked(run, settings, HOME) as tracking, watcher:
+        with tracked(run, settings, HOME, tell) as tracking, watcher:
             outcomes = known["outcomes"] if known else self.steps(run, watcher)
             objects = [digest for outcome in outcomes for digest in outcome["objects"].values()]
             self.store.record(key, {"outcomes": outcomes, "objects": dict(enumerate(objects))})

@@ -21,8 +21,12 @@ def asked(uri: str) -> Iterator[None]:
     try:
         yield
     except UNREACHED as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
+        raise UserError(f"tracking.uri: {uri} cannot be used: {reason(problem)}") from problem
+
+
+def reason(problem: Exception) -> str:
+    """In one line."""
+    return str(problem).partition("\n")[0]
 
 
 def set_up(uri: str) -> None:

@@ -1,6 +1,5 @@
 """The store: what is read is what was put, or an error that says what to delete."""
 
-import json
 import os
 from pathlib import Path
 
@@ -87,7 +86,9 @@ def test_an_outcome_is_recalled_while_all_that_it_names_is_there(store: Store) -
     assert store.recall("key") is None
 
 
-@pytest.mark.parametrize("content", ["", '{"objects": {', "[]", '{"seconds": 1}', "\0\0"])
+@pytest.mark.parametrize(
+    "content", ["", '{"objects": {', "[]", '{"seconds": 1}', "\0\0", '{"objects": {}, "seconds": 1.5}']
+)
 def test_a_spoilt_record_is_an_error_that_names_it(store: Store, content: str) -> None:
     store.record("key", {"objects": {}, "seconds": 0.5})
     file = store.root / "done" / "key.json"
@@ -104,4 +105,4 @@ def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) 
         store.put({"a": {1, 2}})
     files = {file.name for _, _, files in os.walk(store.root) for file in map(Path, files)}
     assert files == digests | {"key.json"}
-    assert json.loads((store.root / "done" / "key.json").read_text()) == {"objects": {}}
+    assert state.read_sealed(store.root / "done" / "key.json") == {"objects": {}}
