@@ -6,6 +6,7 @@ Trees are kept as safetensors, tables as Parquet. What is read is checked agains
 import hashlib
 import io
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import polars as pl
@@ -75,6 +76,15 @@ class Store:
             return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
         except (ValueError, LookupError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem
+
+    def forget(self, digests: Iterable[str]) -> list[str]:
+        """Drop these objects, and the records that name an object which is not there; the keys of those records."""
+        for digest in digests:
+            self.path(digest).unlink(missing_ok=True)
+        lost = [file for file in (self.root / "done").glob("*.json") if self.recall(file.stem) is None]
+        for file in lost:
+            file.unlink(missing_ok=True)
+        return [file.stem for file in lost]
 
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()

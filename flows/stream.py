@@ -30,6 +30,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, digest_of
+from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.params import load
 from fclmodels.run_folder import gathered, refuse_foreign
 from fclmodels.settings import ImageSettings, Params
@@ -49,6 +50,7 @@ from tasks.tracking_store import asked, set_up
 from tasks.training import begin
 
 Row = dict[str, Any]
+ABANDONED = 30.0  # days
 
 
 @flow(name="stream")
@@ -178,7 +180,26 @@ class Line:
         with asked(self.settings.tracking.uri):
             became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
         tell("{}: version {version} is the {became}. {why}".format(self.name, **became).rstrip(" "), self.quiet)
+        self.forget(part.number)
         yield row(part.name, measured, **became)
+
+    def forget(self, number: int) -> None:
+        """Of the tasks before this one keep what the run folder is made of: no task starts from their states again."""
+        before, self.outcomes = self.outcomes, []
+        for n in range(1, number + 1):
+            key = known_by(self.settings, self.growing.parts[:n])[1]
+            outcomes = (self.store.recall(key) or {})["outcomes"]
+            if n < number:
+                outcomes = [without_states(outcome) for outcome in outcomes]
+                self.keep(key, outcomes)
+            self.outcomes += outcomes
+        for key in self.store.forget(objects_of(before) - objects_of(self.outcomes)):
+            (HOME / "results" / key).unlink(missing_ok=True)
+        Checkpoints.drop_abandoned(HOME / "checkpoints", ABANDONED)
+
+    def keep(self, key: str, outcomes: list[Outcome]) -> None:
+        """What one task's steps came to, for all that is done after it."""
+        self.store.record(key, {"outcomes": outcomes, "objects": dict(enumerate(sorted(objects_of(outcomes))))})
 
     def learn(self, run: Experiment, key: str, known: Outcome | None) -> tuple[Tracking, dict[str, Any]]:
         """The last task's steps, then all that is left for people; its tracked run, and what result.json says."""
@@ -188,8 +209,7 @@ class Line:
         settings = self.settings.tracking.model_copy(update={"experiment": own})
         with tracked(run, settings, HOME, tell) as tracking, watcher:
             outcomes = known["outcomes"] if known else self.steps(run, watcher)
-            objects = [digest for outcome in outcomes for digest in outcome["objects"].values()]
-            self.store.record(key, {"outcomes": outcomes, "objects": dict(enumerate(objects))})
+            self.keep(key, outcomes)
             self.outcomes += outcomes
             learned = [outcome for outcome in self.outcomes if outcome["stage"] == "learn"]
             for tasks, outcome in enumerate(learned, start=1):
@@ -215,6 +235,16 @@ class Line:
 
     def so_far(self, tasks: int) -> dict[str, dict[str, float | None]]:
         return so_far(self.store, self.outcomes, tasks)
+
+
+def objects_of(outcomes: Sequence[Outcome]) -> set[str]:
+    return {digest for outcome in outcomes for digest in outcome["objects"].values()}
+
+
+def without_states(outcome: Outcome) -> Outcome:
+    """With its tables and knowledge alone."""
+    objects = {n: d for n, d in outcome["objects"].items() if n != "state" and not n.startswith("memory-")}
+    return {**outcome, "objects": objects}
 
 
 def row(task: str, measured: dict[str, float | None], became: str, why: str, version: str | None = None) -> Row:

@@ -31,7 +31,7 @@ from tasks.tracking_store import UNREACHED, asked, experiment_named, reason, set
 BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
 IDENTITY, LEARNED, ERROR, RESULT = "fcl.identity", "fcl.learned", "fcl.error", "fcl.result"
 COLUMNS = ("loss", "bytes_up", "bytes_down", "seconds")  # of rounds.parquet
-FAULTS = ("answers", "late", "missing")  # where clients can fail
+FAULTS = ("answers", "late", "missing", "lost")  # where clients can fail
 ONCE: tuple[Stage, ...] = ("begin", "conclude", "evaluate")
 
 

@@ -7,6 +7,7 @@ commit whole, and what was changed or cut short since is found out before it is 
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,13 @@ class Checkpoints:
 
     def close(self) -> None:
         self._opened.close()
+
+    @staticmethod
+    def drop_abandoned(home: Path, days: float) -> None:
+        """Those that nobody has opened for so long: of a task that was never learned as it was begun."""
+        for lock in home.glob("*/lock"):
+            if time.time() - lock.stat().st_mtime > days * 86400:
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
     def _relative(self, file: Path) -> str:
         return os.path.relpath(file, self.folder)

@@ -25,7 +25,7 @@ REFUSALS = 6  # of one project, each followed by its way out
 TOO_LATE = 12  # times that a run may have ended before its fault came
 
 
-class Impossible(Exception):
+class Impossible(Exception):  # noqa: N818
     """This machine lets nobody inject it."""
 
 
@@ -211,13 +211,17 @@ def manifest(scene: Scene) -> str:
 
 
 def prepared(scene: Scene) -> str:
-    return _damaged_data(scene, "prepared", ["images.npy", "images.npy", "samples.parquet", "meta.json", "made-from.json"])
+    return _damaged_data(
+        scene, "prepared", ["images.npy", "images.npy", "samples.parquet", "meta.json", "made-from.json"]
+    )
 
 
 def knowledge(scene: Scene) -> str:
     """And whatever else lies in a run folder."""
     scene.workshop.expect(scene.project.run())
-    return damage(scene.chance.choice([p for p in sorted(scene.project.folder.glob("runs/**/*")) if p.is_file()]), scene.chance)
+    return damage(
+        scene.chance.choice([p for p in sorted(scene.project.folder.glob("runs/**/*")) if p.is_file()]), scene.chance
+    )
 
 
 def clock(scene: Scene) -> str:
@@ -283,7 +287,7 @@ def mend(scene: Scene, refusals: list[str]) -> None:
             break
         told = told_in_one_line(command, code)
         refusals.append(told)
-        follow(scene, told)
+        follow_way_out(scene.project, told)
     else:
         raise Lost(f"refuses again and again: {refusals[-1]}")
     refuse_other_end(scene.project.remains(), scene.workshop.undisturbed[scene.method])
@@ -311,9 +315,9 @@ def told_in_one_line(command: Command, code: int) -> str:
     return lines[0]
 
 
-def follow(scene: Scene, told: str) -> None:
+def follow_way_out(project: Project, told: str) -> None:
     """The way out that a refusal names."""
-    folder = scene.project.folder
+    folder = project.folder
     if found := re.search(r"Delete (\S+?)[.,]? ", f"{told} "):
         named = told.split()[0].rstrip(":") if found[1] == "it" else found[1]
         place = folder / named
@@ -322,7 +326,8 @@ def follow(scene: Scene, told: str) -> None:
         shutil.rmtree(place) if place.is_dir() else place.unlink()
     elif found := re.search(r"fcl prepare|fcl partition", told):
         for words in re.findall(r"fcl (prepare|partition)", told):
-            scene.workshop.expect(scene.project.fork(words, "-q"))
+            if project.fork(words, "-q").end():
+                raise Lost(f"the way out leads nowhere: {told}")
     else:
         raise Lost(f"names no way out: {told}")
 

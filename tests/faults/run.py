@@ -62,7 +62,9 @@ def inject(root: Path, options: argparse.Namespace) -> list[dict[str, str]]:
         workshop.open()
         for number, kind in enumerate(drawn(kinds, options.faults, options.seed)):
             if options.only in (None, number):
-                outcomes.append(one(workshop, kind, random.Random(f"{options.seed} {number}")) | {"number": str(number)})
+                outcomes.append(
+                    one(workshop, kind, random.Random(f"{options.seed} {number}")) | {"number": str(number)}
+                )
                 print("{number:>4} {became:9} {kind}: {what} ({seconds} s)".format(**outcomes[-1]), flush=True)  # noqa: T201
     finally:
         workshop.close()

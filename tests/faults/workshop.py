@@ -42,7 +42,7 @@ Jump = tuple[float, float]  # of the clock: after so many seconds, by so many
 UNLIKE = ("seconds", "timings")  # of equal runs
 
 
-class Lost(Exception):
+class Lost(Exception):  # noqa: N818
     """A promise was broken."""
 
 
@@ -51,13 +51,15 @@ class Command:
 
     def __init__(self, pid: int, log: Path) -> None:
         self.pid, self.log = pid, log
+        self.memory = 0  # bytes that it held at most, once it has ended
         self._status: int | None = None
 
     @property
     def ended(self) -> bool:
         if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status, used = os.wait4(self.pid, os.WNOHANG)
             if pid:
+                self.memory = 1024 * used.ru_maxrss
                 self._status = os.waitstatus_to_exitcode(status)
         return self._status is not None
 
@@ -206,7 +208,8 @@ def tracked(database: Path, method: str) -> list[dict[str, Any]]:
             {
                 "status": rows("select status from runs where run_uuid = ?", run),
                 "metrics": rows(
-                    "select key, step, value from metrics where run_uuid = ? and key not like '%seconds%' order by 1, 2",
+                    "select key, step, value from metrics "
+                    "where run_uuid = ? and key not like '%seconds%' order by key, step",
                     run,
                 ),
                 "models": rows("select status from logged_models where source_run_id = ?", run),
@@ -311,13 +314,13 @@ def import_all() -> None:
     """What every fork would otherwise import, and read, again."""
     import torch
 
+    import flows.experiment
+    import flows.prepare
+    import flows.stream  # noqa: F401
+    import tasks.tracked_artifacts  # noqa: F401
     from fclmodels import plugins
     from fclmodels.federation import evaluation, rounds
     from fclmodels.fingerprint import source_closure
-
-    import flows.experiment
-    import flows.prepare
-    import tasks.tracked_artifacts  # noqa: F401
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
