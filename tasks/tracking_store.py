@@ -25,8 +25,9 @@ def asked(uri: str) -> Iterator[None]:
 
 
 def reason(problem: Exception) -> str:
-    """In one line."""
-    return str(problem).partition("\n")[0]
+    """In one line, without SQLAlchemy's remark on how it came to write at all."""
+    lines = str(problem).splitlines() or [type(problem).__name__]
+    return next((line for line in lines if not line.startswith("(raised as a result of")), lines[0])
 
 
 def set_up(uri: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 NAMESPACE = "FCL_FAULTS_NAMESPACE"  # set in a process that may mount
 # How often a kind comes up: those that start servers or workers take many seconds.
-OFTEN = {"SIGKILL of a worker": 0.5, "SIGKILL of the MLflow server": 0.4, "SIGKILL of the Prefect server": 0.3}
+OFTEN = {"SIGKILL of a worker": 0.4, "SIGKILL of the MLflow server": 0.15, "SIGKILL of the Prefect server": 0.15}
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from fclmodels import state
 from fclmodels.backbones.network import build
@@ -178,6 +179,48 @@ def test_a_run_that_ended_badly_says_so_until_it_goes_on(
         (run,) = all_runs(settings)
         assert run.info.status == "RUNNING"
         assert "fcl.error" not in run.data.tags
+
+
+def test_what_mlflow_does_not_take_waits_for_it_and_is_told_once(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to the run's end, and beyond: then the next run of the same command logs it."""
+
+    def gone(*of: Any, **more: Any) -> None:
+        raise MlflowException("connection refused\nafter 2 retries")
+
+    said: list[str] = []
+    with tracked(experiment(), settings, tmp_path, said.append) as tracking:
+        with monkeypatch.context() as patch:
+            patch.setattr(MlflowClient, "log_batch", gone)
+            fill(tracking, 2)
+            assert len(tracking.waiting) == 2
+        tracking.task_learned(3, rounds(2), SUMMARY)
+        assert tracking.waiting == []
+    (line,) = said
+    assert line.startswith(f"tracking.uri: {settings.uri} stopped answering: connection refused. The run goes on; ")
+    client = MlflowClient(settings.uri)
+    assert [m.step for m in client.get_metric_history(tracking.id, "train/loss")] == [*range(6)]
+
+    other = experiment(settings={"a": 2})
+    with tracked(other, settings, tmp_path, said.append) as tracking, monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", gone)
+        fill(tracking, 2)
+    with tracked(other, settings, tmp_path, said.append) as tracking:
+        fill(tracking, 2)
+    assert len(said) == 2
+    assert [m.step for m in client.get_metric_history(tracking.id, "train/loss")] == [*range(4)]
+
+
+def test_a_problem_of_the_run_is_told_where_mlflow_is_gone_too(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*of: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(MlflowClient, "set_terminated", gone)
+    with pytest.raises(ZeroDivisionError), tracked(experiment(), settings, tmp_path, print):
+        _ = 1 / 0
 
 
 def test_a_complete_run_is_left_alone(settings: TrackingSettings, tmp_path: Path) -> None:

@@ -185,7 +185,8 @@ def test_without_those_that_are_missing_it_ends_as_the_plain_round_does(
         experiment = experiment_of(*settings, *some, splits=splits)
         found.append((weights_of(experiment, experiment.run(tmp_path / f"{len(found)}")), experiment))
     assert_close(found[0][0], found[1][0])
-    tables = [pl.read_parquet(tmp_path / f"{i}" / "rounds.parquet").select("answers", "missing", "lost") for i in (0, 1)]
+    columns = ("answers", "missing", "lost")
+    tables = [pl.read_parquet(tmp_path / f"{i}" / "rounds.parquet").select(columns) for i in (0, 1)]
     assert tables[0].equals(tables[1])
     assert tables[0]["missing"].sum() > 5
     assert tables[0]["lost"].sum() > 2
