@@ -184,12 +184,12 @@ class Line:
         yield row(part.name, measured, **became)
 
     def forget(self, number: int) -> None:
-        """Of the tasks before this one keep what the run folder is made of: no task starts from their states again."""
+        """Keep this task's state, and the one before to fall back on; of older tasks what the run folder is made of."""
         before, self.outcomes = self.outcomes, []
         for n in range(1, number + 1):
             key = known_by(self.settings, self.growing.parts[:n])[1]
             outcomes = (self.store.recall(key) or {})["outcomes"]
-            if n < number:
+            if n < number - 1:
                 outcomes = [without_states(outcome) for outcome in outcomes]
                 self.keep(key, outcomes)
             self.outcomes += outcomes
@@ -225,8 +225,14 @@ class Line:
         """The outcomes of the last task's steps, from the state that the task before left."""
         task = run.tasks - 1
         begun = [] if task else [through_store(begin, run.step("begin", None, 0), label=run.label)]
-        *_, newest = (outcome for outcome in [*self.outcomes, *begun] if "state" in outcome["objects"])
-        learned, concluded, evaluated = one_task(run, newest["objects"]["state"], task)
+        before = ("conclude", task - 1) if task else ("begin", 0)
+        (start,) = (o for o in [*self.outcomes, *begun] if (o["stage"], o["task"]) == before)
+        if "state" not in start["objects"]:
+            raise UserError(
+                f"{self.name}: the states after tasks {task} and {task + 1} are gone. Delete {self.store.root / 'done'} "
+                "to learn all tasks again."
+            )
+        learned, concluded, evaluated = one_task(run, start["objects"]["state"], task)
         for remark in run.remarks(concluded):
             watcher.remark(remark)
         state = concluded["objects"]["state"]

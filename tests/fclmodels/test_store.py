@@ -97,6 +97,16 @@ def test_a_spoilt_record_is_an_error_that_names_it(store: Store, content: str) -
         store.recall("key")
 
 
+def test_what_is_forgotten_is_gone_with_the_records_that_name_it(store: Store) -> None:
+    tree, table = store.put(TREE), store.put_table(TABLE)
+    store.record("state", {"objects": {"state": tree, "rounds": table}})
+    store.record("table", {"objects": {"rounds": table}})
+    assert store.forget([tree, "of no object"]) == ["state"]
+    assert not store.has(tree)
+    assert store.recall("state") is None
+    assert store.recall("table") == {"objects": {"rounds": table}}
+
+
 def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) -> None:
     state.save(TREE, tmp_path / "memory")
     digests = {store.put(TREE), store.adopt(tmp_path / "memory"), store.put_table(TABLE)}

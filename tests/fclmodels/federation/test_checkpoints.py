@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -141,6 +142,17 @@ def test_a_spoilt_checkpoint_is_one_line_that_names_the_folder(spoil: Callable[[
         with pytest.raises(UserError, match=str(tmp_path)) as error, closing(Checkpoints(tmp_path)) as checkpoints:
             checkpoints.latest()
         assert "\n" not in str(error.value)
+
+
+def test_abandoned_checkpoints_go_after_their_days(tmp_path: Path) -> None:
+    commit(tmp_path / "old", 1)
+    commit(tmp_path / "new", 1)
+    before = time.time() - 5 * 86400
+    os.utime(tmp_path / "old" / "lock", (before, before))
+    Checkpoints.drop_abandoned(tmp_path, days=6)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["new", "old"]
+    Checkpoints.drop_abandoned(tmp_path, days=4)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_second_user_is_refused_in_one_line_while_the_first_is_at_work(tmp_path: Path) -> None:
