@@ -228,8 +228,10 @@ class Line:
         before = ("conclude", task - 1) if task else ("begin", 0)
         (start,) = (o for o in [*self.outcomes, *begun] if (o["stage"], o["task"]) == before)
         if "state" not in start["objects"]:
-            forgotten = f"{self.name}: the state after task {task} is gone, as is all that it could be learned from again"
-            raise UserError(f"{forgotten}. Delete {self.store.root / 'done'} to learn all tasks again.")
+            raise UserError(
+                f"{self.name}: the state after task {task} is gone, and none is left to learn it from. Delete "
+                f"{self.store.root / 'done'} to learn all tasks again."
+            )
         learned, concluded, evaluated = one_task(run, start["objects"]["state"], task)
         for remark in run.remarks(concluded):
             watcher.remark(remark)
