@@ -19,7 +19,7 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
     """The result of a flow, run on the project's Prefect server."""
     malloc.tune()
     environment.settle()
-    own = "PREFECT_API_URL" not in os.environ
+    given = "PREFECT_API_URL" in os.environ
     url = servers.connect(environment.HOME)
     # An interrupt in the middle of an import can leave a half-made package behind: it waits until the imports are done.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -28,10 +28,16 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     servers.wait(url, environment.HOME)
-    if own:
+    if not given:
         servers.keep_up(environment.HOME, lambda: tell("Prefect's server has died; another one takes its place"))
     gc.freeze()  # what was imported stays: looking through it again, at the latest at exit, takes a second
     gc.enable()
+    return _even_without(url if given else None, entry, **arguments)
+
+
+def _even_without(url: str | None, entry: Callable[..., Any], **arguments: Any) -> Any:
+    """The flow's result, also where its run ended well and only the server at `url`, a given one, cannot be told so."""
+    from prefect import Flow
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     results = []
@@ -41,17 +47,17 @@ def start(module: str, flow: str, **arguments: Any) -> Any:
 
         def noted(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
             results.append(function(*given, **more))
-            if not own and not servers.healthy(url):  # else the last state is tried for two minutes
+            if url is not None and not servers.healthy(url):  # else the last state is tried for two minutes
                 settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
             return results[-1]
 
-        if hasattr(entry, "fn"):
+        if isinstance(entry, Flow):
             function = unwrap(entry.fn)
             entry.fn = wraps(function)(partial(noted, function))
         try:
             return entry(**arguments)
         except Exception:
-            if not results or servers.healthy(url):
+            if not results or url is None or servers.healthy(url):
                 raise
-            tell(f"Prefect's server at {url} stopped answering; the run went on, and its pages do not show the end.")
+            tell(f"PREFECT_API_URL: {url} stopped answering. The run went on, and its pages do not show the end.")
             return results[-1]

@@ -6,6 +6,7 @@ under .fcl/data, named by those settings. What was changed or cut short since is
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +117,8 @@ def splits_for(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
 
 def refuse_changed(splits: Path) -> None:
     """UserError where the splits, or the samples that they number, are not what their digests name any more."""
-    prepared = Splits.open(splits).prepared
-    Prepared.open(prepared).verify()
+    prepared = Splits.open(splits).prepared.resolve()
+    Prepared.open(Path(os.path.relpath(prepared))).verify()
 
 
 def _prepared_for(params: Params, home: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Kinds of faults. Each one injures a run of a fresh project and leaves it to `heal` to bring that to its end.
+"""Kinds of faults. Each one injures a run of a fresh project and leaves it to `mend` to bring that to its end.
 
 A fault that a kind cannot inject here (no mounts) raises Impossible; one that came too late is tried again.
 """
@@ -41,10 +41,9 @@ class Scene:
     def some_time(self, begin: float = 0.0, end: float = 0.95) -> float:
         return self.chance.uniform(begin, end) * self.workshop.seconds[self.method]
 
-    def anew(self) -> Project:
+    def anew(self) -> None:
         shutil.rmtree(self.project.folder)
         self.project = self.workshop.project(self.method)
-        return self.project
 
     def wait_for_steps(self, command: Command) -> int:
         """Until the run has done a number of steps, and a little longer; how many."""
@@ -55,11 +54,11 @@ class Scene:
         time.sleep(wait)
         return wanted
 
-    def interrupted(self, number: signal.Signals = signal.SIGKILL, begin: float = 0.0, **more: str) -> Command:
+    def interrupted(self, number: signal.Signals = signal.SIGKILL) -> Command:
         """A run that got a signal while it was at work."""
         for late in range(TOO_LATE):
             command = self.project.run()
-            time.sleep(self.some_time(begin) * 0.9**late)
+            time.sleep(self.some_time() * 0.9**late)
             if not command.ended:
                 command.send(number)
                 return command

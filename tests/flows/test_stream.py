@@ -130,8 +130,8 @@ def test_two_states_are_kept_the_older_one_to_fall_back_on(
     Path(".fcl/store", newest[:2], newest).unlink()
     steps.clear()
     assert night() == []
-    assert "conclude 2" in steps
-    assert "conclude 1" not in steps
+    assert "learn 2" in steps
+    assert "learn 1" not in steps
     assert (model_digest(), versions(project)) == (digest, tags)
     for file in states():
         file.unlink()

@@ -121,7 +121,9 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
 
 @pytest.mark.parametrize("on", [False, True])
 def test_answers_are_metrics_where_clients_can_fail(on: bool, settings: TrackingSettings, tmp_path: Path) -> None:
-    seen = rounds(0).with_columns(pl.Series("answers", [3, 2]), pl.Series("late", [0, 1]), pl.Series("missing", [1, 0]))
+    seen = rounds(0).with_columns(
+        pl.Series("answers", [3, 2]), pl.Series("late", [0, 1]), pl.Series("missing", [1, 0]), lost=0
+    )
     with tracked(experiment(faults=on), settings, tmp_path, print) as tracking:
         tracking.task_learned(1, seen, SUMMARY)
     client = MlflowClient(settings.uri)
