@@ -3,8 +3,9 @@
     python tests/faults/soak.py --arrivals 24 --seed 0
 
 Prints a line an arrival: the bytes of states and checkpoints in .fcl, the largest memory of the process that learned
-it, what grows with each task (tables in the store, MLflow's artifacts), and what happened to it. In the end each arrival has been trained once, has one version in MLflow, and the model is that
-of an undisturbed experiment over all of them, to the bit; else the exit code is 1.
+it, what grows with each task (tables in the store, MLflow's artifacts), and what happened to it. In the end each
+arrival has been trained once and has one version in MLflow, and the model is that of an undisturbed experiment over all
+of them, to the bit; else the exit code is 1.
 """
 
 import argparse
@@ -33,6 +34,7 @@ methods: {er: {}}
 arrivals: {method: er, gate: {acc: 0, forgetting: 1}}
 """
 IMAGES = 30  # of each of two digits an arrival
+GROW = (".fcl/store", "mlartifacts")
 FLAT = 1.5  # most that caches and memory of the last arrivals may be of those of the first
 
 
