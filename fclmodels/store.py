@@ -6,6 +6,7 @@ Trees are kept as safetensors, tables as Parquet. What is read is checked agains
 import hashlib
 import io
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -85,6 +86,14 @@ class Store:
         for file in lost:
             file.unlink(missing_ok=True)
         return [file.stem for file in lost]
+
+    def drop_abandoned(self, days: float) -> None:
+        """Drop the objects that no record names and that have lain there for so long."""
+        records = [self.recall(file.stem) or {"objects": {}} for file in (self.root / "done").glob("*.json")]
+        named = {digest for outcome in records for digest in outcome["objects"].values()}
+        for file in self.root.glob("[0-9a-f][0-9a-f]/*"):
+            if file.name not in named and time.time() - file.stat().st_mtime > days * 86400:
+                file.unlink(missing_ok=True)
 
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()

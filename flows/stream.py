@@ -195,6 +195,7 @@ class Line:
             self.outcomes += outcomes
         for key in self.store.forget(objects_of(before) - objects_of(self.outcomes)):
             (HOME / "results" / key).unlink(missing_ok=True)
+        self.store.drop_abandoned(ABANDONED)
         Checkpoints.drop_abandoned(HOME / "checkpoints", ABANDONED)
 
     def keep(self, key: str, outcomes: list[Outcome]) -> None:

@@ -1,6 +1,7 @@
 """The store: what is read is what was put, or an error that says what to delete."""
 
 import os
+import time
 from pathlib import Path
 
 import polars as pl
@@ -105,6 +106,18 @@ def test_what_is_forgotten_is_gone_with_the_records_that_name_it(store: Store) -
     assert not store.has(tree)
     assert store.recall("state") is None
     assert store.recall("table") == {"objects": {"rounds": table}}
+
+
+def test_what_no_record_names_goes_after_its_days(store: Store) -> None:
+    named, other, new = store.put(TREE), store.put({"old": 1}), store.put({"new": 1})
+    store.record("key", {"objects": {"state": named}})
+    before = time.time() - 5 * 86400
+    for digest in (named, other):
+        os.utime(store.path(digest), (before, before))
+    store.drop_abandoned(days=6)
+    assert all(map(store.has, (named, other, new)))
+    store.drop_abandoned(days=4)
+    assert [store.has(digest) for digest in (named, other, new)] == [True, False, True]
 
 
 def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) -> None:

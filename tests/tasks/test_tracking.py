@@ -121,17 +121,13 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
 
 @pytest.mark.parametrize("on", [False, True])
 def test_answers_are_metrics_where_clients_can_fail(on: bool, settings: TrackingSettings, tmp_path: Path) -> None:
-    seen = rounds(0).with_columns(
-        pl.Series("answers", [3, 2]), pl.Series("late", [0, 1]), pl.Series("missing", [1, 0]), lost=0
-    )
+    told = {"answers": [3, 2], "late": [0, 1], "missing": [1, 0], "lost": [0, 2]}
+    seen = rounds(0).with_columns(pl.Series(name, values) for name, values in told.items())
     with tracked(experiment(faults=on), settings, tmp_path, print) as tracking:
         tracking.task_learned(1, seen, SUMMARY)
     client = MlflowClient(settings.uri)
-    logged = {
-        name: [m.value for m in client.get_metric_history(tracking.id, f"train/{name}")]
-        for name in ("answers", "late", "missing")
-    }
-    assert logged == ({"answers": [3, 2], "late": [0, 1], "missing": [1, 0]} if on else {name: [] for name in logged})
+    logged = {name: [m.value for m in client.get_metric_history(tracking.id, f"train/{name}")] for name in told}
+    assert logged == (told if on else {name: [] for name in told})
 
 
 def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: TrackingSettings, tmp_path: Path) -> None:
