@@ -332,14 +332,16 @@ def follow_way_out(project: Project, told: str) -> None:
 
 
 def _stopped_cleanly(scene: Scene, number: signal.Signals, codes: tuple[int, ...]) -> str:
-    command = scene.interrupted(number)
-    begun = time.monotonic()
-    code, took = command.end(), time.monotonic() - begun
-    if code == 0:
-        return "came through"
-    if code not in codes or took > CLEAN_STOP or "Traceback" in command.said:
-        raise Lost(f"exit code {code} after {took:.1f} s: {command.said[-500:]}")
-    return f"ended {took:.1f} s later"
+    for _ in range(TOO_LATE):
+        command = scene.interrupted(number)
+        begun = time.monotonic()
+        code, took = command.end(), time.monotonic() - begun
+        if code in codes and took <= CLEAN_STOP and "Traceback" not in command.said:
+            return f"ended {took:.1f} s later"
+        if code != 0:
+            raise Lost(f"exit code {code} after {took:.1f} s: {command.said[-500:]}")
+        scene.anew()  # it was at its end already
+    raise Lost(f"takes no notice of {number.name}")
 
 
 def _damaged_data(scene: Scene, folder: str, names: list[str]) -> str:

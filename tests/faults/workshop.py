@@ -175,6 +175,7 @@ def _be(folder: Path, log: Path, words: Sequence[str]) -> None:
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
     code = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in what a shell starts in the background
     try:
         from prefect.settings import PREFECT_HOME, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 
