@@ -1,6 +1,7 @@
 """Starts a flow from the command line: surroundings, the server, and meanwhile what takes seconds to import."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -47,8 +48,11 @@ def _even_without(url: str | None, entry: Callable[..., Any], **arguments: Any) 
 
         def noted(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
             results.append(function(*given, **more))
-            if url is not None and not servers.healthy(url):  # else the last state is tried for two minutes
+            if url is not None and not servers.healthy(url):
+                # Else Prefect tries for two minutes to tell the last state, and prints each event and line that it lost.
                 settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
+                logging.raiseExceptions = False
+                logging.disable()
             return results[-1]
 
         if isinstance(entry, Flow):
