@@ -49,7 +49,7 @@ def _even_without(url: str | None, entry: Callable[..., Any], **arguments: Any) 
         def noted(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
             results.append(function(*given, **more))
             if url is not None and not servers.healthy(url):
-                # Else Prefect tries for two minutes to tell the last state, and prints each event and line that it lost.
+                # Else Prefect tries for two minutes to tell the last state, and prints each event that it lost.
                 settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
                 logging.raiseExceptions = False
                 logging.disable()

@@ -79,19 +79,18 @@ class Checkpoints:
     def commit(self, position: Position) -> None:
         name = f"server-{position.round}.safetensors"
         state.save(position.server.to_tree(), self.folder / name)
-        memories = {str(client): self._relative(file) for client, file in position.memories.items()}
-        late = {str(c): [self._relative(on.file), on.base_round, on.due] for c, on in position.late.items()}
+        files = [self.folder / name, *position.memories.values(), *(on.file for on in position.late.values())]
         self._digests = {
             file: self._digests.get(file) or state.digest_of_file(self.folder / file)
-            for file in (name, *memories.values(), *(file for file, *_ in late.values()))
+            for file in map(self._relative, files)
         }
-        logs: dict[str, Log] = {name: getattr(self, name) for name in LOGS}
+        logs: dict[str, Log] = {log: getattr(self, log) for log in LOGS}
         self._commit = {
             "round": position.round,
             "server": name,
-            "memories": memories,
-            "late": late,
-            "logs": {name: [log.flush(), log.digest] for name, log in logs.items()},
+            "memories": {str(client): self._relative(file) for client, file in position.memories.items()},
+            "late": {str(c): [self._relative(on.file), on.base_round, on.due] for c, on in position.late.items()},
+            "logs": {kind: [log.flush(), log.digest] for kind, log in logs.items()},
             "digests": self._digests,
         }
         state.write_sealed(self.folder / "commit.json", self._commit)
