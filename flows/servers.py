@@ -17,12 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 IDLE = float(os.environ.get("FCL_SERVER_IDLE_SECONDS", "60"))
 START_TIMEOUT = 120.0
+RESTARTS = 3
 
 _leases: list[IO[bytes]] = []  # open for as long as this process lives
 
@@ -63,19 +64,18 @@ def wait(url: str, home: Path, timeout: float = START_TIMEOUT) -> None:
 
 
 def keep_up(home: Path, if_dead: Callable[[], None]) -> None:
-    """Start another server, and say so once, whenever the project's own has died, for as long as this process lives."""
+    """Start another server, some times, where the project's own has died while this process lives; say so once."""
+    folder = home.resolve() / "prefect"
 
     def watch() -> None:
-        told = False
-        while True:
-            time.sleep(1)
-            if running(home) is None:
-                with _locked(home.resolve() / "prefect" / "start.lock"):
-                    if running(home) is None:
-                        _start(home.resolve() / "prefect")
-                if not told:
-                    if_dead()
-                told = True
+        for restart in range(RESTARTS):
+            while running(home) is not None:
+                time.sleep(1)
+            if restart == 0:
+                if_dead()
+            with suppress(OSError), _locked(folder / "start.lock"):  # a full disk is told of by what needs it
+                if running(home) is None:
+                    _start(folder)
 
     threading.Thread(target=watch, daemon=True).start()
 

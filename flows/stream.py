@@ -120,7 +120,7 @@ class Line:
         self.folder = Path("streams") / self.name
         self.growing = GrowingStream(STREAMS / self.name)
         self.store = Store(HOME / "store")
-        self.outcomes: list[Outcome] = []  # of all tasks so far
+        self.by_task: list[list[Outcome]] = []
         refuse_foreign(self.folder)
         assert isinstance(settings.data, ImageSettings)
         self.growing.refuse_other(settings.data, settings.partition.clients)
@@ -128,6 +128,11 @@ class Line:
             set_up(settings.tracking.uri)  # before there is a client, which would make the database in its place
             self.registry = MlflowClient(settings.tracking.uri)
             self.registry.search_registered_models(max_results=1)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of all tasks so far."""
+        return [outcome for outcomes in self.by_task for outcome in outcomes]
 
     def go_on(self) -> Iterator[Row]:
         """Finish what was taken in, then take in and learn one arrival after the other."""
@@ -158,7 +163,7 @@ class Line:
         with asked(self.settings.tracking.uri):
             done = gated(self.registry, self.name, key)
         if known and done:
-            self.outcomes += known["outcomes"]
+            self.by_task.append(known["outcomes"])
             return
         version(self.growing.folder)
         folder = assembled(parts, HOME / "streams" / self.name)
@@ -180,20 +185,16 @@ class Line:
         with asked(self.settings.tracking.uri):
             became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
         tell("{}: version {version} is the {became}. {why}".format(self.name, **became).rstrip(" "), self.quiet)
-        self.forget(part.number)
+        self.forget()
         yield row(part.name, measured, **became)
 
-    def forget(self, number: int) -> None:
-        """Keep this task's state, and the one before to fall back on; of older tasks what the run folder is made of."""
-        before, self.outcomes = self.outcomes, []
-        for n in range(1, number + 1):
-            key = known_by(self.settings, self.growing.parts[:n])[1]
-            outcomes = (self.store.recall(key) or {})["outcomes"]
-            if n < number - 1:
-                outcomes = [without_states(outcome) for outcome in outcomes]
-                self.keep(key, outcomes)
-            self.outcomes += outcomes
-        for key in self.store.forget(objects_of(before) - objects_of(self.outcomes)):
+    def forget(self) -> None:
+        """Keep the newest state, and the one before to fall back on; of older tasks what the run folder is made of."""
+        before = objects_of(self.outcomes)
+        for task, outcomes in enumerate(self.by_task[:-2]):
+            self.by_task[task] = [without_states(outcome) for outcome in outcomes]
+            self.keep(known_by(self.settings, self.growing.parts[: task + 1])[1], self.by_task[task])
+        for key in self.store.forget(before - objects_of(self.outcomes)):
             (HOME / "results" / key).unlink(missing_ok=True)
         self.store.drop_abandoned(ABANDONED)
         Checkpoints.drop_abandoned(HOME / "checkpoints", ABANDONED)
@@ -211,7 +212,7 @@ class Line:
         with tracked(run, settings, HOME, tell) as tracking, watcher:
             outcomes = known["outcomes"] if known else self.steps(run, watcher)
             self.keep(key, outcomes)
-            self.outcomes += outcomes
+            self.by_task.append(outcomes)
             learned = [outcome for outcome in self.outcomes if outcome["stage"] == "learn"]
             for tasks, outcome in enumerate(learned, start=1):
                 table, metrics = self.store.get_table(outcome["objects"]["rounds"]), self.so_far(tasks)
