@@ -37,6 +37,7 @@ def settle(home: Path = HOME) -> None:
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the flows tell what happens; the UI has the logs
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",  # else each event that a server does not take is printed
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(folder / "results"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
