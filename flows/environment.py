@@ -32,7 +32,7 @@ def settle(home: Path = HOME) -> None:
         # A tracking server that does not answer is told of within seconds, before any work.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
-        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what it raises is told
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a server's; there may be JSON
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "PREFECT_HOME": str(folder / "prefect"),

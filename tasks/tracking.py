@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import polars as pl
@@ -28,6 +29,7 @@ from tasks.locking import locked
 from tasks.tracked_words import description, metrics_of, params_of
 from tasks.tracking_store import UNREACHED, asked, experiment_named, reason, set_up
 
+LAST_WORDS = 3.0  # seconds
 BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
 IDENTITY, LEARNED, ERROR, RESULT = "fcl.identity", "fcl.learned", "fcl.error", "fcl.result"
 COLUMNS = ("loss", "bytes_up", "bytes_down", "seconds")  # of rounds.parquet
@@ -97,6 +99,12 @@ class Tracking:
             self._told = True
 
     def failed(self, problem: BaseException) -> None:
+        """Not waited for long: a signal may have cut off a query that still holds SQLite's lock."""
+        thread = Thread(target=self._log_failure, args=(problem,), daemon=True)
+        thread.start()
+        thread.join(LAST_WORDS)
+
+    def _log_failure(self, problem: BaseException) -> None:
         with suppress(*UNREACHED):  # what is told is the problem
             self.client.set_tag(self.id, ERROR, f"{type(problem).__name__}: {problem}"[:5000])
             self.client.set_terminated(self.id, "FAILED" if isinstance(problem, Exception) else "KILLED")
