@@ -86,7 +86,8 @@ def save(tree: Tree, path: Path) -> None:
         with replacing(path) as temporary:
             save_file(_unshared(content), temporary, metadata=metadata)
     except SafetensorError as problem:
-        raise UserError(f"{path} cannot be written ({problem}). Is the disk full?") from problem
+        way_out = "Make room on its disk; the same command goes on from there."
+        raise UserError(f"{path} cannot be written ({problem}). {way_out}") from problem
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Tree:
