@@ -189,6 +189,8 @@ def _be(folder: Path, log: Path, words: Sequence[str]) -> None:
         }
         with temporary_settings(own):
             code = end_well(app, words)
+    except KeyboardInterrupt:  # before it has begun
+        code = 130
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
