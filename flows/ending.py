@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import traceback
 from collections.abc import Sequence
 
@@ -57,10 +58,12 @@ def _usage(mistake: typer.TyperException) -> str:
 
 def _of_the_disk(problem: Exception) -> str | None:
     """What could not be written, and what helps; a file that is open already does not tell its name."""
-    if not isinstance(problem, OSError) or problem.errno not in NO_FAULT:
+    told = re.search(r"\(os error (\d+)\)", str(problem))  # by what is written in Rust, such as Polars
+    number = problem.errno if isinstance(problem, OSError) else told and int(told[1])
+    if number not in NO_FAULT:
         return None
-    way_out = f"{NO_FAULT[problem.errno]}; the same command goes on from there."
-    return f"{problem.filename or os.getcwd()}: {problem.strerror}. {way_out}"
+    place = getattr(problem, "filename", None) or os.getcwd()
+    return f"{place}: {os.strerror(number)}. {NO_FAULT[number]}; the same command goes on from there."
 
 
 def _trace(problem: Exception) -> str:

@@ -127,6 +127,11 @@ def test_a_missing_extra_is_named(here: Path, package: str) -> None:
             1,
             "x: No space left on device. Make room on its disk; the same command goes on from there.\n",
         ),
+        (
+            RuntimeError("underlying IO error: Read-only file system (os error 30)"),
+            1,
+            f"{Path.cwd()}: Read-only file system. Make it writable; the same command goes on from there.\n",
+        ),
     ],
 )
 def test_an_end_that_is_no_fault_of_the_program_has_no_traceback(
