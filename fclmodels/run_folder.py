@@ -129,10 +129,11 @@ def _scaled(experiment: "Experiment") -> dict[str, Any]:
 
 def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
     """What became of the clients that were sampled, where one was refused or they fail by a schedule."""
-    counts = rounds.select(pl.col("clients", "missing", "late", "refused", "answers").sum()).row(0, named=True)
-    if not (experiment.params.federation.faults.on or counts["refused"]):
+    counts = rounds.select(pl.col("clients", "missing", "lost", "late", "refused", "answers").sum()).row(0, named=True)
+    if not (experiment.params.federation.faults.on or counts["refused"] or counts["lost"]):
         return {}
-    counts["dropped"] = counts["clients"] - counts["missing"] - counts["refused"] - counts["answers"]
+    gone = ("missing", "lost", "refused", "answers")
+    counts["dropped"] = counts["clients"] - sum(counts[name] for name in gone)
     return {"faults": counts}
 
 

@@ -89,6 +89,12 @@ class FaultSettings(Settings):
     """Clients that fail in rounds of training, by a schedule that is drawn from the run's seed."""
 
     missing: float = Field(0.0, ge=0, le=1, description="probability that a sampled client does not answer a round")
+    crash: float = Field(
+        0.0, ge=0, le=1, description="probability that a client dies after its training, with its answer and its memory"
+    )
+    out_of_memory: float = Field(
+        0.0, ge=0, le=1, description="probability that a client cannot train for want of memory"
+    )
     late: float = Field(0.0, ge=0, le=1, description="probability that an answer comes late")
     late_rounds: PositiveInt = Field(1, le=1_000_000, description="largest delay in rounds; any from 1 on is as likely")
     late_weight: Literal["age", "drop"] = Field(
@@ -102,7 +108,8 @@ class FaultSettings(Settings):
     @property
     def on(self) -> bool:
         """Whether a round can go otherwise than all sampled clients answering in time."""
-        return self.missing > 0 or self.late > 0 or self.least > 1
+        rates = (self.missing, self.crash, self.out_of_memory, self.late)
+        return any(rate > 0 for rate in rates) or self.least > 1
 
 
 class SecAggSettings(Settings):

@@ -86,7 +86,8 @@ def save(tree: Tree, path: Path) -> None:
         with replacing(path) as temporary:
             save_file(_unshared(content), temporary, metadata=metadata)
     except SafetensorError as problem:
-        raise UserError(f"{path} cannot be written ({problem}). Is the disk full?") from problem
+        way_out = "Make room on its disk; the same command goes on from there."
+        raise UserError(f"{path} cannot be written ({problem}). {way_out}") from problem
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Tree:
@@ -138,6 +139,29 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_json(path: Path, content: Tree) -> None:
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """JSON that carries its own digest, so that no change of a word or a number goes unseen."""
+    content = json.loads(json.dumps(content))
+    write_json(path, {**content, "seal": _seal(content)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """What write_sealed wrote; ValueError where it is something else."""
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
+        raise ValueError("changed or cut short")
+    return content
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

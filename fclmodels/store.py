@@ -5,8 +5,9 @@ Trees are kept as safetensors, tables as Parquet. What is read is checked agains
 
 import hashlib
 import io
-import json
 import shutil
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import polars as pl
@@ -64,7 +65,7 @@ class Store:
 
     def record(self, key: str, outcome: dict[str, Tree]) -> None:
         """Remember what came of the step with this key: JSON that names objects by digest."""
-        state.write_json(self.root / "done" / f"{key}.json", outcome)
+        state.write_sealed(self.root / "done" / f"{key}.json", outcome)
 
     def recall(self, key: str) -> dict[str, Tree] | None:
         """What came of the step, or None where it was not done or an object that it made is gone."""
@@ -72,10 +73,27 @@ class Store:
         if not path.exists():
             return None
         try:
-            outcome = json.loads(path.read_text())
+            outcome = state.read_sealed(path)
             return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
         except (ValueError, LookupError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem
+
+    def forget(self, digests: Iterable[str]) -> list[str]:
+        """Drop these objects, and the records that name an object which is not there; the keys of those records."""
+        for digest in digests:
+            self.path(digest).unlink(missing_ok=True)
+        lost = [file for file in (self.root / "done").glob("*.json") if self.recall(file.stem) is None]
+        for file in lost:
+            file.unlink(missing_ok=True)
+        return [file.stem for file in lost]
+
+    def drop_abandoned(self, days: float) -> None:
+        """Drop the objects that no record names and that have lain there for so long."""
+        records = [self.recall(file.stem) or {"objects": {}} for file in (self.root / "done").glob("*.json")]
+        named = {digest for outcome in records for digest in outcome["objects"].values()}
+        for file in self.root.glob("[0-9a-f][0-9a-f]/*"):
+            if file.name not in named and time.time() - file.stat().st_mtime > days * 86400:
+                file.unlink(missing_ok=True)
 
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()

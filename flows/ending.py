@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import traceback
 from collections.abc import Sequence
 
@@ -12,7 +13,14 @@ from flows.terminal import tell
 
 DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 130
 EXTRA = ("prefect", "mlflow", "dvc", "fastapi", "jinja2", "matplotlib", "pandas", "sqlalchemy")  # of fclflow[workflow]
-NO_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # of the program: no traceback
+FULL, LOCKED = "Make room on its disk", "Make it writable"
+NO_FAULT = {  # of the program: what helps, and no traceback
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EACCES: LOCKED,
+    errno.EPERM: LOCKED,
+    errno.EROFS: LOCKED,
+}
 PASS_ON = tuple(f"{os.sep}site-packages{os.sep}{package}{os.sep}" for package in ("prefect", "typer"))
 
 
@@ -34,7 +42,7 @@ def end_well(app: typer.Typer, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = STOPPED
     except Exception as problem:
-        tell(f"{_trace(problem)}fcl failed: {type(problem).__name__}: {problem}")
+        tell(_of_the_disk(problem) or f"{_trace(problem)}fcl failed: {type(problem).__name__}: {problem}")
         return FAILED
     if code == STOPPED:
         tell("stopped; the same command goes on from the last checkpoint")
@@ -48,10 +56,18 @@ def _usage(mistake: typer.TyperException) -> str:
     return f"{command}: {mistake.format_message()} See: {command} --help"
 
 
+def _of_the_disk(problem: Exception) -> str | None:
+    """What could not be written, and what helps; a file that is open already does not tell its name."""
+    told = re.search(r"\(os error (\d+)\)", str(problem))  # by what is written in Rust, such as Polars
+    number = problem.errno if isinstance(problem, OSError) else told and int(told[1])
+    if number not in NO_FAULT:
+        return None
+    place = getattr(problem, "filename", None) or os.getcwd()
+    return f"{place}: {os.strerror(number)}. {NO_FAULT[number]}; the same command goes on from there."
+
+
 def _trace(problem: Exception) -> str:
     """Where it failed, without the frames of what only passes calls on."""
-    if isinstance(problem, OSError) and problem.errno in NO_FAULT:
-        return ""
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if not any(package in frame.filename for package in PASS_ON)]
     return "".join(["Traceback (most recent call last):\n", *traceback.format_list(own)])

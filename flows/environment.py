@@ -32,11 +32,12 @@ def settle(home: Path = HOME) -> None:
         # A tracking server that does not answer is told of within seconds, before any work.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
-        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what it raises is told
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a server's; there may be JSON
         "MPLCONFIGDIR": str(folder / "matplotlib"),
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the flows tell what happens; the UI has the logs
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",  # else each event that a server does not take is printed
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(folder / "results"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",

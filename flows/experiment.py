@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -20,6 +19,7 @@ from tasks.data import splits_for
 from tasks.evaluation import evaluate, so_far
 from tasks.knowledge import conclude
 from tasks.locking import locked
+from tasks.pages import PAGES
 from tasks.reporting import publish, show_matrix
 from tasks.tracking import Tracking, identity_of, track, tracked
 from tasks.training import begin, learn
@@ -46,7 +46,7 @@ def experiment(
             tell(f"{run.label}: {line}", quiet)
         watcher = watch(run.label, [run.method.run.rounds(task) for task in range(run.tasks)], quiet)
         run.listener = watcher
-        with tracked(run, settings.tracking, HOME) as tracking, watcher:
+        with tracked(run, settings.tracking, HOME, tell) as tracking, watcher:
             outcomes = follow(run, tracking, watcher)
             result = publish(run, run.label, outcomes, out)
             show_matrix(run.label, out)
@@ -56,7 +56,7 @@ def experiment(
 
 def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome]:
     """The outcomes of all steps, in order."""
-    progress = cast(UUID, create_progress_artifact(0.0, key=f"progress-{run.label}", description=run.label))
+    progress = PAGES.show(create_progress_artifact, 0.0, key=f"progress-{run.label}", description=run.label)
     begun = through_store(begin, run.step("begin", None, 0), label=run.label)
     state = begun["objects"]["state"]
     outcomes = [begun, through_store(evaluate, run.step("evaluate", state, 0), label=run.label, learned=0)]
@@ -74,7 +74,7 @@ def follow(run: Experiment, tracking: Tracking, watcher: Silent) -> list[Outcome
         watcher.task_learned(task, summary, again)
         rounds = run.store.get_table(learned["objects"]["rounds"])
         tracking.task_learned(task + 1, rounds, summary, run.monitored(outcomes))
-        update_progress_artifact(progress, 100.0 * (task + 1) / run.tasks)
+        PAGES.show(update_progress_artifact, progress, 100.0 * (task + 1) / run.tasks)
     return outcomes
 
 

@@ -2,7 +2,8 @@
 
 Every command holds a shared lock on `lease` while it lives, which ends with the process however that ends. A
 server that has seen nobody hold it for IDLE seconds stops by itself. While a server may be used it holds
-`running`; `server.json` says where it is, and `start.lock` keeps two commands from starting one each.
+`running`; `server.json` says where it is, and `start.lock` keeps two commands from starting one each. A command that
+sees the server die starts another one at the same address, where Prefect's clients look for it for about a minute.
 """
 
 import fcntl
@@ -15,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 IDLE = float(os.environ.get("FCL_SERVER_IDLE_SECONDS", "60"))
 START_TIMEOUT = 120.0
+RESTARTS = 3
 
 _leases: list[IO[bytes]] = []  # open for as long as this process lives
 
@@ -61,6 +63,23 @@ def wait(url: str, home: Path, timeout: float = START_TIMEOUT) -> None:
         time.sleep(0.05)
 
 
+def keep_up(home: Path, if_dead: Callable[[], None]) -> None:
+    """Start another server, some times, where the project's own has died while this process lives; say so once."""
+    folder = home.resolve() / "prefect"
+
+    def watch() -> None:
+        for restart in range(RESTARTS):
+            while running(home) is not None:
+                time.sleep(1)
+            if restart == 0:
+                if_dead()
+            with suppress(OSError), _locked(folder / "start.lock"):  # a full disk is told of by what needs it
+                if running(home) is None:
+                    _start(folder)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def healthy(url: str) -> bool:
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
@@ -95,8 +114,9 @@ def _take_lease(folder: Path) -> None:
 
 
 def _start(folder: Path) -> str:
-    """A detached server; it inherits the lock on `running`, so there is no moment without one."""
-    port = free_port()
+    """A detached server, where the last one was if that can be; it inherits the lock on `running`, so there is no
+    moment without one."""
+    port = _last_port(folder) or free_port()
     url = f"http://127.0.0.1:{port}/api"
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     with open(folder / "running", "ab") as lock, open(folder / "server.log", "wb") as log:
@@ -114,6 +134,18 @@ def _start(folder: Path) -> str:
             pass_fds=[lock.fileno()],
         )
     return url
+
+
+def _last_port(folder: Path) -> int | None:
+    """That of the server before, unless something else has taken it."""
+    try:
+        port = int(json.loads((folder / "server.json").read_text())["url"].split(":")[2].split("/")[0])
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+        return port
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 @contextmanager

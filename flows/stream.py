@@ -30,6 +30,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment, digest_of
+from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.params import load
 from fclmodels.run_folder import gathered, refuse_foreign
 from fclmodels.settings import ImageSettings, Params
@@ -49,6 +50,7 @@ from tasks.tracking_store import asked, set_up
 from tasks.training import begin
 
 Row = dict[str, Any]
+ABANDONED = 30.0  # days
 
 
 @flow(name="stream")
@@ -118,7 +120,7 @@ class Line:
         self.folder = Path("streams") / self.name
         self.growing = GrowingStream(STREAMS / self.name)
         self.store = Store(HOME / "store")
-        self.outcomes: list[Outcome] = []  # of all tasks so far
+        self.by_task: list[list[Outcome]] = []
         refuse_foreign(self.folder)
         assert isinstance(settings.data, ImageSettings)
         self.growing.refuse_other(settings.data, settings.partition.clients)
@@ -126,6 +128,11 @@ class Line:
             set_up(settings.tracking.uri)  # before there is a client, which would make the database in its place
             self.registry = MlflowClient(settings.tracking.uri)
             self.registry.search_registered_models(max_results=1)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of all tasks so far."""
+        return [outcome for outcomes in self.by_task for outcome in outcomes]
 
     def go_on(self) -> Iterator[Row]:
         """Finish what was taken in, then take in and learn one arrival after the other."""
@@ -152,14 +159,18 @@ class Line:
         """Learn and register a task as far as that is not done; what became of it, where anything was done."""
         arrivals, parts = self.settings.arrivals, self.growing.parts[: part.number]
         tags, key = known_by(self.settings, parts)
-        known, done = self.store.recall(key), gated(self.registry, self.name, key)
+        known = self.store.recall(key)
+        with asked(self.settings.tracking.uri):
+            done = gated(self.registry, self.name, key)
         if known and done:
-            self.outcomes += known["outcomes"]
+            self.by_task.append(known["outcomes"])
             return
         version(self.growing.folder)
         folder = assembled(parts, HOME / "streams" / self.name)
         with Experiment(self.settings, arrivals.method, arrivals.seed, Splits.open(folder), HOME) as run:
             tracking, result = self.learn(run, key, known)
+        if tracking.waiting:
+            raise UserError(f"{self.name}: {part.name} is learned and kept. The next fcl stream registers it.")
         if done:  # only the state had been lost
             return
         verdict = gate.judge(gathered(self.store, self.outcomes, ("val_accuracy",))["val_accuracy"], arrivals.gate)
@@ -171,9 +182,26 @@ class Line:
             "val_forgetting": verdict.forgetting,
         }
         tags |= {name: f"{value:.4f}" for name, value in measured.items() if value is not None}
-        became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
+        with asked(self.settings.tracking.uri):
+            became = register(self.registry, self.name, part.number, key, tracking.id, tags, verdict)
         tell("{}: version {version} is the {became}. {why}".format(self.name, **became).rstrip(" "), self.quiet)
+        self.forget()
         yield row(part.name, measured, **became)
+
+    def forget(self) -> None:
+        """Keep the newest state, and the one before to fall back on; of older tasks what the run folder is made of."""
+        before = objects_of(self.outcomes)
+        for task, outcomes in enumerate(self.by_task[:-2]):
+            self.by_task[task] = [without_states(outcome) for outcome in outcomes]
+            self.keep(known_by(self.settings, self.growing.parts[: task + 1])[1], self.by_task[task])
+        for key in self.store.forget(before - objects_of(self.outcomes)):
+            (HOME / "results" / key).unlink(missing_ok=True)
+        self.store.drop_abandoned(ABANDONED)
+        Checkpoints.drop_abandoned(HOME / "checkpoints", ABANDONED)
+
+    def keep(self, key: str, outcomes: list[Outcome]) -> None:
+        """What one task's steps came to, for all that is done after it."""
+        self.store.record(key, {"outcomes": outcomes, "objects": dict(enumerate(sorted(objects_of(outcomes))))})
 
     def learn(self, run: Experiment, key: str, known: Outcome | None) -> tuple[Tracking, dict[str, Any]]:
         """The last task's steps, then all that is left for people; its tracked run, and what result.json says."""
@@ -181,11 +209,10 @@ class Line:
         run.listener = watcher = watch(f"{self.name}, {run.label}", rounds, self.quiet)
         own = self.settings.tracking.experiment or f"stream {self.name}"
         settings = self.settings.tracking.model_copy(update={"experiment": own})
-        with tracked(run, settings, HOME) as tracking, watcher:
+        with tracked(run, settings, HOME, tell) as tracking, watcher:
             outcomes = known["outcomes"] if known else self.steps(run, watcher)
-            objects = [digest for outcome in outcomes for digest in outcome["objects"].values()]
-            self.store.record(key, {"outcomes": outcomes, "objects": dict(enumerate(objects))})
-            self.outcomes += outcomes
+            self.keep(key, outcomes)
+            self.by_task.append(outcomes)
             learned = [outcome for outcome in self.outcomes if outcome["stage"] == "learn"]
             for tasks, outcome in enumerate(learned, start=1):
                 table, metrics = self.store.get_table(outcome["objects"]["rounds"]), self.so_far(tasks)
@@ -200,8 +227,14 @@ class Line:
         """The outcomes of the last task's steps, from the state that the task before left."""
         task = run.tasks - 1
         begun = [] if task else [through_store(begin, run.step("begin", None, 0), label=run.label)]
-        *_, newest = (outcome for outcome in [*self.outcomes, *begun] if "state" in outcome["objects"])
-        learned, concluded, evaluated = one_task(run, newest["objects"]["state"], task)
+        before = ("conclude", task - 1) if task else ("begin", 0)
+        (start,) = (o for o in [*self.outcomes, *begun] if (o["stage"], o["task"]) == before)
+        if "state" not in start["objects"]:
+            raise UserError(
+                f"{self.name}: the state after task {task} is gone, and none is left to learn it from. Delete "
+                f"{self.store.root / 'done'} to learn all tasks again."
+            )
+        learned, concluded, evaluated = one_task(run, start["objects"]["state"], task)
         for remark in run.remarks(concluded):
             watcher.remark(remark)
         state = concluded["objects"]["state"]
@@ -210,6 +243,16 @@ class Line:
 
     def so_far(self, tasks: int) -> dict[str, dict[str, float | None]]:
         return so_far(self.store, self.outcomes, tasks)
+
+
+def objects_of(outcomes: Sequence[Outcome]) -> set[str]:
+    return {digest for outcome in outcomes for digest in outcome["objects"].values()}
+
+
+def without_states(outcome: Outcome) -> Outcome:
+    """With its tables and knowledge alone."""
+    objects = {n: d for n, d in outcome["objects"].items() if n != "state" and not n.startswith("memory-")}
+    return {**outcome, "objects": objects}
 
 
 def row(task: str, measured: dict[str, float | None], became: str, why: str, version: str | None = None) -> Row:

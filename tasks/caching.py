@@ -31,6 +31,10 @@ def stored_task(name: str) -> Callable[[Callable[..., Outcome]], Task[..., Outco
 
 
 def through_store(stored: Task[..., Outcome], step: Step, **arguments: Any) -> Outcome:
-    """The step's outcome: from Prefect's cache while the store holds all that it names, else done anew."""
-    lost = step.done() is None
-    return (stored.with_options(refresh_cache=True) if lost else stored)(step=step, **arguments)
+    """The step's outcome: from Prefect's cache while that is what the store says, else done anew."""
+    known = step.done()
+    if known is not None:
+        told = stored(step=step, **arguments, return_state=True)
+        if told.is_completed() and told.result(raise_on_failure=False) == known:
+            return known
+    return stored.with_options(refresh_cache=True)(step=step, **arguments)

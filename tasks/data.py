@@ -1,10 +1,12 @@
 """Raw data -> prepared arrays -> splits. Each folder notes what it was made from, so that a run knows its own.
 
 DVC versions data/prepared and data/splits. A run whose settings ask for other data than these hold makes its own
-under .fcl/data, named by those settings.
+under .fcl/data, named by those settings. What was changed or cut short since is refused in data/, and made anew in
+.fcl/data, before a run reads it.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from fclmodels import plugins
 from fclmodels.data import prepare as preparing
 from fclmodels.data import split as splitting
 from fclmodels.data.prepare import Prepared
+from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import digest_of
 from fclmodels.fingerprint import source_closure
@@ -83,6 +86,7 @@ def prepare(params: Params, folder: Path) -> dict[str, Any]:
 def partition(params: Params, prepared: Path, folder: Path) -> dict[str, Any]:
     """Samples to tasks, clients and splits; what statistics.json says of them."""
     (folder / NOTE).unlink(missing_ok=True)
+    Prepared.open(prepared).verify()
     stream = plugins.find("stream", params.stream.kind)(params.stream)
     splitting.split(prepared, stream, plugins.find("partition", params.partition.kind)(params.partition), folder)
     origin_of_splits(params).note(folder)
@@ -101,13 +105,20 @@ def splits_for(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
     wanted = origin_of_splits(params)
     own = home / "data" / f"splits-{wanted.name}"
     if wanted.is_of(SPLITS) and _prepared_is_there(SPLITS):
+        refuse_changed(SPLITS)
         return SPLITS
     if SPLITS.exists():
         tell(f"{SPLITS} was made otherwise ({', '.join(wanted.differs_from(SPLITS)[:4])}): this run uses {own}")
     with locked(home / "data" / "lock"):
-        if not (wanted.is_of(own) and _prepared_is_there(own)):
+        if not (wanted.is_of(own) and _is_whole(refuse_changed, own)):
             partition(params, _prepared_for(params, home), own)
     return own
+
+
+def refuse_changed(splits: Path) -> None:
+    """UserError where the splits, or the samples that they number, are not what their digests name any more."""
+    prepared = Splits.open(splits).prepared.resolve()
+    Prepared.open(Path(os.path.relpath(prepared))).verify()
 
 
 def _prepared_for(params: Params, home: Path) -> Path:
@@ -115,9 +126,17 @@ def _prepared_for(params: Params, home: Path) -> Path:
     if wanted.is_of(PREPARED):
         return PREPARED
     own = home / "data" / f"prepared-{wanted.name}"
-    if not wanted.is_of(own):
+    if not (wanted.is_of(own) and _is_whole(lambda folder: Prepared.open(folder).verify(), own)):
         prepare(params, own)
     return own
+
+
+def _is_whole(refuse: Callable[[Path], None], folder: Path) -> bool:
+    try:
+        refuse(folder)
+    except UserError:
+        return False
+    return True
 
 
 def _prepared_is_there(splits: Path) -> bool:

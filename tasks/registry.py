@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from fclmodels.gate import Verdict
+from tasks.pages import PAGES
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 KEY, TASKS, GATE = "fcl.key", "tasks", "gate"  # tags
@@ -57,7 +58,7 @@ def register(
 def announce(stream: str, event: str, title: str, reasons: Sequence[str]) -> None:
     """A Prefect artifact and an event that say what became of a task, and why."""
     text = "\n".join([f"**{event}**: {title}", "", *(f"- {reason}" for reason in reasons)])
-    create_markdown_artifact(text, key=f"stream-{stream}", description=f"{event}: {title}")
+    PAGES.show(create_markdown_artifact, text, key=f"stream-{stream}", description=f"{event}: {title}")
     resource = {"prefect.resource.id": f"fcl.stream.{stream}", "prefect.resource.name": stream}
     payload: dict[str, Any] = {"about": title, "reasons": list(reasons)}
     emit_event(event=f"fcl.stream.{event}", resource=resource, payload=payload)

@@ -14,6 +14,7 @@ from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.state import replacing, write_json
 from tasks.caching import Outcome
+from tasks.pages import PAGES
 
 READING = "task_agnostic"
 METRICS = ("acc", "learning_acc", "ft", "avg", "worst_acc")  # few enough for the table of `dvc metrics show`
@@ -35,7 +36,8 @@ def show_matrix(label: str, folder: Path) -> None:
         {"tasks learned": learned, **{f"task {task}": f"{100 * a:.1f} %" for task, a in enumerate(row, start=1)}}
         for learned, row in enumerate(run.matrices[READING].tolist())
     ]
-    create_table_artifact(rows, key=f"accuracy-{label}", description=f"{label}: accuracy, {READING.replace('_', '-')}")
+    description = f"{label}: accuracy, {READING.replace('_', '-')}"
+    PAGES.show(create_table_artifact, rows, key=f"accuracy-{label}", description=description)
 
 
 @task(name="write report", cache_policy=NO_CACHE)

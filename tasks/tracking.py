@@ -1,14 +1,19 @@
 """MLflow: one run for each method, data and seed, found again by its identity and never doubled.
 
 All goes through MlflowClient with the run's id, in batches; there is no active run that a thread could miss.
+
+Where MLflow stops answering while a run is at work, the run goes on and says so once. What is to be logged waits until
+MLflow answers again; if that is not in this run, the next one of the same command logs it from the store.
 """
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import polars as pl
@@ -22,20 +27,24 @@ from fclmodels.report import words
 from fclmodels.settings import TrackingSettings
 from tasks.locking import locked
 from tasks.tracked_words import description, metrics_of, params_of
-from tasks.tracking_store import asked, experiment_named, set_up
+from tasks.tracking_store import UNREACHED, asked, experiment_named, reason, set_up
 
+LAST_WORDS = 3.0  # seconds
 BATCH = 100  # MLflow takes a thousand metrics at once, but only a hundred params or tags
 IDENTITY, LEARNED, ERROR, RESULT = "fcl.identity", "fcl.learned", "fcl.error", "fcl.result"
 COLUMNS = ("loss", "bytes_up", "bytes_down", "seconds")  # of rounds.parquet
-FAULTS = ("answers", "late", "missing")  # where clients can fail
+FAULTS = ("answers", "late", "missing", "lost")  # where clients can fail
 ONCE: tuple[Stage, ...] = ("begin", "conclude", "evaluate")
 
 
 class Tracking:
-    """The MLflow run of an experiment."""
+    """The MLflow run of an experiment. waiting: what could not be logged yet, in order."""
 
-    def __init__(self, client: MlflowClient, run: Run, faults: bool) -> None:
+    def __init__(self, client: MlflowClient, run: Run, faults: bool, tell: Callable[[str], None]) -> None:
         self.client = client
+        self.tell = tell
+        self.waiting: list[Callable[[], None]] = []
+        self._told = False
         self.columns = COLUMNS + FAULTS * faults
         self.id: str = run.info.run_id
         self.began: int = run.info.start_time  # of all metrics: those that are logged again after a kill are the same
@@ -72,13 +81,38 @@ class Tracking:
             last = monitored.filter(pl.col("task") == learned - 1)
             first = rounds["step"][0]
             metrics += [Metric(name, value, now, step) for step, name, value in _of_monitors(last, first, learned)]
+        self.deliver(partial(self._log, learned, metrics))
+
+    def deliver(self, log: Callable[[], None]) -> None:
+        """Log this after all that waits; it waits too where MLflow does not answer."""
+        self.waiting.append(log)
+        try:
+            while self.waiting:
+                self.waiting[0]()
+                del self.waiting[0]
+        except UNREACHED as problem:
+            if not self._told:
+                self.tell(
+                    f"tracking.uri: {self.client.tracking_uri} stopped answering: {reason(problem)}. The run goes on; "
+                    "what is not logged yet is kept, and logged as soon as it answers, or by the same command again."
+                )
+            self._told = True
+
+    def failed(self, problem: BaseException) -> None:
+        """Not waited for long: a signal may have cut off a query that still holds SQLite's lock."""
+        thread = Thread(target=self._log_failure, args=(problem,), daemon=True)
+        thread.start()
+        thread.join(LAST_WORDS)
+
+    def _log_failure(self, problem: BaseException) -> None:
+        with suppress(*UNREACHED):  # what is told is the problem
+            self.client.set_tag(self.id, ERROR, f"{type(problem).__name__}: {problem}"[:5000])
+            self.client.set_terminated(self.id, "FAILED" if isinstance(problem, Exception) else "KILLED")
+
+    def _log(self, learned: int, metrics: list[Metric]) -> None:
         for start in range(0, len(metrics), 10 * BATCH):
             self.client.log_batch(self.id, metrics=metrics[start : start + 10 * BATCH])
         self._learned(learned)
-
-    def failed(self, problem: BaseException) -> None:
-        self.client.set_tag(self.id, ERROR, f"{type(problem).__name__}: {problem}"[:5000])
-        self.client.set_terminated(self.id, "FAILED" if isinstance(problem, Exception) else "KILLED")
 
     def _learned(self, count: int) -> None:
         self.client.set_tag(self.id, LEARNED, str(count))
@@ -86,7 +120,9 @@ class Tracking:
 
 
 @contextmanager
-def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> Iterator[Tracking]:
+def tracked(
+    experiment: Experiment, settings: TrackingSettings, home: Path, tell: Callable[[str], None]
+) -> Iterator[Tracking]:
     """The experiment's run: opened or found, and marked as failed where the block fails."""
     uri, params = settings.uri, experiment.params
     with asked(uri), locked(home / "locks" / "mlflow"):  # its database cannot be set up by two at once
@@ -94,9 +130,9 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
         client = MlflowClient(uri)
         name = settings.experiment or f"{params.data.source} {params.stream.kind}"
         run = _run_of(client, experiment, experiment_named(client, uri, name))
-    tracking = Tracking(client, run, params.federation.faults.on)
-    if not tracking.complete:
-        tracking.begin(params_of(experiment.settings, _method(experiment), experiment.seed))
+        tracking = Tracking(client, run, params.federation.faults.on, tell)
+        if not tracking.complete:
+            tracking.begin(params_of(experiment.settings, _method(experiment), experiment.seed))
     try:
         yield tracking
     except BaseException as problem:
@@ -108,8 +144,11 @@ def tracked(experiment: Experiment, settings: TrackingSettings, home: Path) -> I
 @task(name="track", task_run_name="{label}: track", cache_policy=NO_CACHE)
 def track(tracking: Tracking, label: str, folder: Path, result: dict[str, Any]) -> None:
     """Totals, tables, figure, knowledge and model of a finished run; nothing where MLflow has them already."""
-    if tracking.complete:
-        return
+    if not tracking.complete:
+        tracking.deliver(partial(_finish, tracking, folder, result))
+
+
+def _finish(tracking: Tracking, folder: Path, result: dict[str, Any]) -> None:
     from tasks.tracked_artifacts import log_artifacts  # draws and packs: only where there is something to log
 
     now = tracking.began

@@ -21,8 +21,13 @@ def asked(uri: str) -> Iterator[None]:
     try:
         yield
     except UNREACHED as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"tracking.uri: {uri} cannot be used: {reason}") from problem
+        raise UserError(f"tracking.uri: {uri} cannot be used: {reason(problem)}") from problem
+
+
+def reason(problem: Exception) -> str:
+    """In one line, without SQLAlchemy's remark on how it came to write at all."""
+    lines = str(problem).splitlines() or [type(problem).__name__]
+    return next((line for line in lines if not line.startswith("(raised as a result of")), lines[0])
 
 
 def set_up(uri: str) -> None:

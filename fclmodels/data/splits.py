@@ -78,6 +78,7 @@ class Splits:
 
     def __init__(self, folder: Path, facts: dict, manifest: pl.DataFrame, images: Tensor) -> None:
         self.folder = folder
+        self.prepared = folder / facts["prepared"]  # the folder that holds the samples
         self.images = images
         self.classes: tuple[str, ...] = tuple(facts["classes"])
         self.clients: int = facts["clients"]
@@ -184,8 +185,7 @@ def _task(index: int, facts: dict) -> Task:
 def _images(folder: Path, facts: dict, last: int) -> Tensor:
     """The prepared images or token ids, memory-mapped: a sample is read from disk when a batch holds it."""
     kind = kind_of(facts["shape"])
-    prepared = Path(facts["prepared"])
-    path = (prepared if prepared.is_absolute() else folder / prepared) / kind.file
+    path = folder / facts["prepared"] / kind.file
     try:
         meta = json.loads((path.parent / "meta.json").read_text())
         images = np.load(path, mmap_mode="c")

@@ -3,7 +3,6 @@
 The number of threads enters every cache key, so a choice once made for some settings on this machine stands.
 """
 
-import json
 import os
 import time
 from dataclasses import asdict, dataclass, replace
@@ -43,11 +42,11 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
     path = folder / f"{key}-{asked}.json"
     if path.exists():
         try:
-            return Choice(**json.loads(path.read_text()))
+            return Choice(**state.read_sealed(path))
         except (ValueError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). Delete it to have it measured again.") from problem
     choice = min(candidates(method, workers), key=lambda candidate: predicted_seconds(method, candidate))
-    state.write_json(path, asdict(choice))
+    state.write_sealed(path, asdict(choice))
     return choice
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.executor import EVALUATIONS, Answer, Executor, Job, largest_first
-from fclmodels.federation.faults import Late, Turnout, keep
+from fclmodels.federation.faults import Late, Loss, Turnout, keep
 from fclmodels.federation.inspection import Look, Refusal
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload, Reply
@@ -23,8 +23,8 @@ class Cohort:
     """The clients that may take part in a task.
 
     memories: theirs after all exchanges so far. late: their replies to earlier rounds that have not arrived yet.
-    aside: who is not asked any more. refused: whose replies were, and why. farthest: the longest update of the last
-    exchange that was taken, in medians.
+    aside: who is not asked any more. lost: who was lost in the last exchange, and why. refused: whose replies were, and
+    why. farthest: the longest update of the last exchange that was taken, in medians.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Cohort:
         self.task = task
         self.clients = tuple(client for client in clients if client not in aside)
         self.aside = aside
+        self.lost: dict[int, Loss] = {}
         self.refused: list[Refusal] = []
         self.farthest: float | None = None
         self.memories = dict(memories)
@@ -85,17 +86,26 @@ class Cohort:
         for clients in (*turnout.called_off, tuple(turnout.delays)):
             self.ledger.sent(job, clients)
         begun = largest_first(self.executor.method, self.task, turnout.training)
-        in_time = [client for client in begun if turnout.delays[client] == 0]
+        heard = set(turnout.in_time)
+        in_time = [client for client in begun if client in heard]
         replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}", self._rule)
         looks: dict[int, Look] = {}
+        self.lost = dict(turnout.lost)
         for done, answer in enumerate(self.executor.run(job, begun, self.memories), start=1):
+            on_answer(done)
+            if answer.reply.out_of_memory:
+                self.lost[answer.client] = "out of memory"
+                replies.drop(answer.client)
+            if answer.client in self.lost:
+                continue
             if delay := turnout.delays[answer.client]:
                 self._hold_back(answer, job.round, delay)
             else:
                 self._take(job, replies, looks, answer.client, answer.reply)
             self.ledger.kept(job, answer.client, answer.memory)
             self._remember(answer.client, answer.memory)
-            on_answer(done)
+        for client, why in self.lost.items():
+            self.ledger.lost(job, client, why)
         self._deliver(job, turnout, replies, looks)
         self._refuse(job, replies, looks)
         return replies

@@ -81,14 +81,25 @@ def largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[
 
 
 def perform(method: "Method", job: Job, index: int, memory_file: Path | None) -> Answer:
-    """One client's part of a job, in this process: the same code wherever it runs.
+    """One client's part of a job, in this process: the same code wherever it runs."""
+    started = time.perf_counter()
+    try:
+        reply, memory_file = _done(method, job, index, memory_file)
+    except (MemoryError, RuntimeError) as problem:
+        if job.question != TRAIN or not out_of_memory(problem):
+            raise
+        reply = Reply({}, out_of_memory=True)
+    return Answer(index, reply, memory_file, time.perf_counter() - started)
+
+
+def _done(method: "Method", job: Job, index: int, memory_file: Path | None) -> tuple[Reply, Path | None]:
+    """What the client answers, and the file of what it remembers then.
 
     The job's payload is on the device already; the server keeps its state, and gets replies, on the CPU.
     """
-    started = time.perf_counter()
     device, federation = method.run.device, method.run.params.federation
     if job.question in secure.STEPS:
-        return Answer(index, secure.answered(job, index, federation.secagg), memory_file, time.perf_counter() - started)
+        return secure.answered(job, index, federation.secagg), memory_file
     memory = state.load(memory_file, device) if memory_file else {}
     rows = method.rows(job.task, index)
     client = Client(index, job.task, job.round, method.run, rows, memory)
@@ -116,7 +127,12 @@ def perform(method: "Method", job: Job, index: int, memory_file: Path | None) ->
         # A bad client would not run its own check.
         fine = bad or not federation.inspection.check or inspection.look(reply, job.payload).fault is None
         reply = secure.masked(reply, job, index, federation.secagg) if fine else Reply({}, base_round=reply.base_round)
-    return Answer(index, reply, memory_file, time.perf_counter() - started)
+    return reply, memory_file
+
+
+def out_of_memory(problem: Exception) -> bool:
+    """Whether there was no memory to be had; on the CPU torch has no type for it."""
+    return isinstance(problem, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
 
 
 @contextlib.contextmanager

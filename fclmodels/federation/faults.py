@@ -1,24 +1,32 @@
 """Clients that do not answer a round of training, or answer it late: what a simulation makes of `federation.faults`.
 
+A client that is missing downloads, and that is all. One that crashes trains first: what it would have sent and what it
+would remember is lost. One that is out of memory cannot train. Of these two the ledger has a row.
+
 A client that is late trains in its base round, from that round's model, and remembers that at once. Its reply is kept
 until the round in which it is due, and not heard if the task ends before. Until then the client is not sampled again.
 By `late_weight: age` the reply counts (1 + age)^-1/2 of one in time, age in rounds: the polynomial staleness of
-asynchronous federated optimisation (Xie et al. 2019, a = 1/2). A client that is missing downloads, and that is all.
+asynchronous federated optimisation (Xie et al. 2019, a = 1/2).
+
 A draw of clients in which fewer than `least` answer is called off before anyone uploads or remembers anything, as in
 secure aggregation (Bonawitz et al. 2017), and clients are drawn anew for the same round.
 
-Under secure aggregation as many must answer as unmask their sum, and a missing client leaves before a step of the
-protocol that is drawn too.
+Under secure aggregation as many must answer as unmask their sum; a missing client leaves before a step of the protocol
+that is drawn too, a lost one after the first two.
 
-Every fate is drawn in `delay`, by a key, so that it depends neither on the executor nor on an interruption: another way
-to fail belongs there. The questions at the end of a task are answered by all, in time. Training in one place has no one
-to wait for.
+Where this machine has no memory to train a client (Python's MemoryError, torch's allocation error), that client is lost
+likewise, with or without rates: the run goes on, but nobody can say whether it would go so again. Where fewer than
+`least` are left then, the run ends.
+
+Every other fate is drawn in `delay` and `loss`, by a key, so that it depends neither on the executor nor on an
+interruption: another way to fail belongs there. The questions at the end of a task are answered by all, in time.
+Training in one place has no one to wait for.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from fclmodels.methods.base import Method
 
 MOST_DRAWS = 100  # of clients for one round
+
+Loss = Literal["crash", "out of memory"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Turnout:
     """What becomes of the clients that a round samples, and who of earlier rounds is heard in it.
 
     delays: of each client sampled, by how many rounds it is late; 0: in time, None: it never answers.
+    lost: those of the others that are lost on the way, and why.
     arriving: late replies that are due. weights: what each of these counts; those without one are dropped.
     called_off: the clients of earlier draws for the round, in which too few answered.
     """
@@ -60,15 +71,22 @@ class Turnout:
     arriving: dict[int, Late] = field(default_factory=dict)
     weights: dict[int, float] = field(default_factory=dict)
     called_off: tuple[tuple[int, ...], ...] = ()
+    lost: dict[int, Loss] = field(default_factory=dict)
 
     @property
     def training(self) -> list[int]:
-        return [client for client, delay in self.delays.items() if delay is not None]
+        """Those that do, some of them in vain."""
+        able = (client for client, delay in self.delays.items() if delay is not None)
+        return [client for client in able if self.lost.get(client) != "out of memory"]
+
+    @property
+    def in_time(self) -> list[int]:
+        return [client for client, delay in self.delays.items() if delay == 0 and client not in self.lost]
 
     @property
     def answers(self) -> int:
         """How many replies the server aggregates."""
-        return list(self.delays.values()).count(0) + len(self.weights)
+        return len(self.in_time) + len(self.weights)
 
     def counts(self) -> dict[str, int]:
         """For the log. clients: all that were sampled; missing: those of them that the round gets no answer from and
@@ -78,7 +96,7 @@ class Turnout:
             "clients": len(self.delays) + called_off,
             "answers": self.answers,
             "late": len(self.arriving),
-            "missing": len(self.delays) - len(self.training) + called_off,
+            "missing": list(self.delays.values()).count(None) + called_off,
         }
 
 
@@ -95,7 +113,9 @@ def turnout(
     called_off: tuple[tuple[int, ...], ...] = ()
     for draw in range(MOST_DRAWS):
         delays = {client: delay(method.run, task, round, client, draw) for client in sample(draw)}
-        turnout = Turnout(delays, arriving, weights, called_off)
+        found = {client: loss(method.run, task, round, client, draw) for client, d in delays.items() if d is not None}
+        lost = {client: why for client, why in found.items() if why}
+        turnout = Turnout(delays, arriving, weights, called_off, lost)
         least = answers_needed(method.run, len(delays))
         if turnout.answers >= least:
             return turnout
@@ -103,7 +123,7 @@ def turnout(
     settings = "federation.faults.least" + ", or federation.secagg.threshold" * method.run.params.federation.secagg.on
     raise UserError(
         f"task {task}, round {round}: in {MOST_DRAWS} draws of up to {max(map(len, called_off))} clients never "
-        f"{least} answered. Lower federation.faults.missing, federation.faults.late or {settings}."
+        f"{least} answered. Lower the rates of federation.faults or {settings}."
     )
 
 
@@ -122,6 +142,13 @@ def delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None
     if missing < faults.missing:
         return None
     return int(torch.randint(1, faults.late_rounds + 1, (), generator=random)) if late < faults.late else 0
+
+
+def loss(run: Run, task: int, round: int, client: int, draw: int) -> Loss | None:
+    """Whether, and how, a client that is there is lost on the way."""
+    faults = run.params.federation.faults
+    crash, memory = torch.rand(2, generator=run.generator("lost", task, round, client, draw)).tolist()
+    return "out of memory" if memory < faults.out_of_memory else "crash" if crash < faults.crash else None
 
 
 def leaves_before(run: Run, task: int, round: int, client: int) -> int:

@@ -70,6 +70,10 @@ class Ledger:
         """A reply that came up and was not used, for what was wrong with one of its parts."""
         self._write(job.task, job.round, [client], "refused", part, "-", "-", 0)
 
+    def lost(self, job: Job, client: int, why: str) -> None:
+        """A client whose answer never came, and what it would remember with it."""
+        self._write(job.task, job.round, [client], "lost", why, "-", "-", 0)
+
     def pooled(self, task: int, sizes: dict[int, int]) -> None:
         """Raw samples that left their clients before a task's first round."""
         for client, size in sizes.items():

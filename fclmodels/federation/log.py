@@ -1,5 +1,8 @@
-"""An append-only log of JSON lines. A checkpoint notes its length; going on from there cuts off what came later."""
+"""An append-only log of JSON lines. A checkpoint notes its length and digest; going on from there cuts off what came
+later.
+"""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,22 +11,32 @@ from fclmodels.errors import UserError
 
 
 class Log:
-    def __init__(self, path: Path, length: int = 0) -> None:
+    def __init__(self, path: Path, length: int = 0, digest: str = "") -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if length and (not path.exists() or path.stat().st_size < length):
-            raise UserError(f"{path} was cut short. Delete {path.parent} to train this task from its start.")
+        self._digest = hashlib.sha256(path.read_bytes()[:length] if path.exists() else b"")
+        if length and self._digest.hexdigest() != digest:
+            raise UserError(
+                f"{path} does not match its digest (changed or cut short). "
+                f"Delete {path.parent} to train this task from its start."
+            )
         self._file = open(path, "ab")  # noqa: SIM115 -- open as long as the log is
         self._file.truncate(length)
         self._file.seek(length)
 
     def append(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row).encode() + b"\n")
+        line = json.dumps(row).encode() + b"\n"
+        self._digest.update(line)
+        self._file.write(line)
 
     def flush(self) -> int:
         """Bring all rows to the file; its length in bytes."""
         self._file.flush()
         return self._file.tell()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
 
     def rows(self) -> list[dict[str, Any]]:
         self.flush()

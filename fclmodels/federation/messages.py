@@ -59,11 +59,12 @@ class Reply:
     loss: float = 0.0
     samples: int = 0
     base_round: int = 0
+    out_of_memory: bool = False  # then there are no parts
 
     @property
     def facts(self) -> dict[str, float]:
         """All but the parts."""
-        return {"loss": self.loss, "samples": self.samples, "base_round": self.base_round}
+        return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory")}
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:

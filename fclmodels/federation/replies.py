@@ -88,7 +88,7 @@ class Replies:
     def drop(self, client: int) -> None:
         """As if it had not answered."""
         self.clients = tuple(other for other in self.clients if other != client)
-        del self.facts[client]
+        self.facts.pop(client, None)
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from fclmodels.federation import faults, inspection
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import TRAIN, Executor
+from fclmodels.federation.faults import Loss, Turnout
 from fclmodels.federation.inspection import Refusal
 from fclmodels.federation.ledger import CentralLedger, Ledger
 from fclmodels.federation.log import Log
@@ -33,6 +34,7 @@ SCHEMA = {
     "answers": pl.Int32,
     "late": pl.Int32,
     "missing": pl.Int32,
+    "lost": pl.Int32,
     "refused": pl.Int32,
     "farthest": pl.Float64,
     "loss": pl.Float64,
@@ -95,6 +97,7 @@ def one_round(
         TRAIN, round, payload, turnout, lambda done: listener.client_done(task, round, done, len(chosen))
     )
     tell(cohort.refused, task, listener)
+    refuse_too_few(method, replies, turnout, cohort.lost, task, round)
     refuse_silence(replies, cohort.refused, task, round)
     server = inspection.counted(method.aggregate(position.server, replies), cohort.refused)
     cohort.close()
@@ -105,6 +108,7 @@ def one_round(
         "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
         **turnout.counts(),
         "answers": len(replies.clients),
+        "lost": len(cohort.lost),
         "refused": len(cohort.refused),
         "farthest": cohort.farthest,
         "loss": replies.loss,
@@ -134,6 +138,19 @@ def diverged(how: str, task: int, round: int) -> UserError:
         f"task {task}, round {round}: training diverged ({how}). "
         "Lower optimizer.lr, federation.server_lr if it is above 1, or the weight of the method's penalty."
     )
+
+
+def refuse_too_few(
+    method: "Method", replies: Replies, turnout: Turnout, lost: Mapping[int, Loss], task: int, round: int
+) -> None:
+    """Of what was drawn there are enough; a machine without memory for its clients may leave fewer."""
+    starved = [client for client in lost if client not in turnout.lost]
+    least = faults.answers_needed(method.run, len(turnout.delays))
+    if starved and len(replies.clients) < least:
+        raise UserError(
+            f"task {task}, round {round}: there was no memory to train {len(starved)} of {len(turnout.delays)} clients "
+            f"(first client {starved[0]}), and {least} must answer. Lower federation.batch_size or federation.workers."
+        )
 
 
 def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, round: int) -> None:

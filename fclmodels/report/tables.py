@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import polars as pl
 
 from fclmodels.metrics import OF_CLIENTS, OF_CONFUSION, OF_MATRIX, accuracy_curve, in_order
+from fclmodels.report import words
 from fclmodels.report.runs import Group, Run, grouped, read_runs
 
 METRICS = (*OF_MATRIX, *OF_CLIENTS, *OF_CONFUSION)
@@ -83,7 +84,7 @@ def ledger(group: Group) -> pl.DataFrame:
     it was sent in rounds, at the end of tasks), largest (bytes of the largest single message), bytes (all messages of
     a run, mean over seeds; for what is kept, `largest` is the one that means something).
     """
-    messages = pl.concat([run.ledger for run in group.runs])
+    messages = pl.concat([run.ledger for run in group.runs]).filter(pl.col("direction").is_in([*words.DIRECTIONS]))
     parts = messages.group_by("direction", "part", "kind", "least").agg(
         (pl.col("round") >= 0).any().alias("in_rounds"),
         (pl.col("round") < 0).any().alias("at_end"),

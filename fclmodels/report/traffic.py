@@ -20,7 +20,7 @@ def traffic(folders: Sequence[Path]) -> pl.DataFrame:
     """
     ledgers = pl.concat([_ledger(folder) for folder in folders])
     kept = ledgers.filter(pl.col("direction") == "kept").group_by("run", "task", "client", maintain_order=True).last()
-    travelled = ledgers.filter(pl.col("direction") != "kept")
+    travelled = ledgers.filter(pl.col("direction").is_in(["up", "down"]))
     rows = pl.concat([travelled, kept.select(travelled.columns)]).with_columns(
         pl.col("task") + 1,
         when=pl.when(pl.col("direction") == "kept")

@@ -76,6 +76,7 @@ METRICS = {
 FAULTS = {  # counts over all rounds of a run
     "clients": Words("Sampled", "clients asked to train in a round, also where the draw was called off."),
     "missing": Words("Missing", "those that did not answer, with all of a draw that was called off."),
+    "lost": Words("Lost", "those that crashed, or had no memory to train."),
     "late": Words("Late", "answers that arrived in a later round of the task."),
     "refused": Words("Refused", "answers that failed a check and went into no model."),
     "dropped": Words("Dropped", "answers too late to count: after the task's last round, or by the settings."),

@@ -1,7 +1,7 @@
 """The store: what is read is what was put, or an error that says what to delete."""
 
-import json
 import os
+import time
 from pathlib import Path
 
 import polars as pl
@@ -87,13 +87,37 @@ def test_an_outcome_is_recalled_while_all_that_it_names_is_there(store: Store) -
     assert store.recall("key") is None
 
 
-@pytest.mark.parametrize("content", ["", '{"objects": {', "[]", '{"seconds": 1}', "\0\0"])
+@pytest.mark.parametrize(
+    "content", ["", '{"objects": {', "[]", '{"seconds": 1}', "\0\0", '{"objects": {}, "seconds": 1.5}']
+)
 def test_a_spoilt_record_is_an_error_that_names_it(store: Store, content: str) -> None:
     store.record("key", {"objects": {}, "seconds": 0.5})
     file = store.root / "done" / "key.json"
     file.write_text(content)
     with pytest.raises(UserError, match=str(file)):
         store.recall("key")
+
+
+def test_what_is_forgotten_is_gone_with_the_records_that_name_it(store: Store) -> None:
+    tree, table = store.put(TREE), store.put_table(TABLE)
+    store.record("state", {"objects": {"state": tree, "rounds": table}})
+    store.record("table", {"objects": {"rounds": table}})
+    assert store.forget([tree, "of no object"]) == ["state"]
+    assert not store.has(tree)
+    assert store.recall("state") is None
+    assert store.recall("table") == {"objects": {"rounds": table}}
+
+
+def test_what_no_record_names_goes_after_its_days(store: Store) -> None:
+    named, other, new = store.put(TREE), store.put({"old": 1}), store.put({"new": 1})
+    store.record("key", {"objects": {"state": named}})
+    before = time.time() - 5 * 86400
+    for digest in (named, other):
+        os.utime(store.path(digest), (before, before))
+    store.drop_abandoned(days=6)
+    assert all(map(store.has, (named, other, new)))
+    store.drop_abandoned(days=4)
+    assert [store.has(digest) for digest in (named, other, new)] == [True, False, True]
 
 
 def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) -> None:
@@ -104,4 +128,4 @@ def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) 
         store.put({"a": {1, 2}})
     files = {file.name for _, _, files in os.walk(store.root) for file in map(Path, files)}
     assert files == digests | {"key.json"}
-    assert json.loads((store.root / "done" / "key.json").read_text()) == {"objects": {}}
+    assert state.read_sealed(store.root / "done" / "key.json") == {"objects": {}}

@@ -125,7 +125,12 @@ def test_a_missing_extra_is_named(here: Path, package: str) -> None:
         (
             OSError(28, "No space left on device", "x"),
             1,
-            "fcl failed: OSError: [Errno 28] No space left on device: 'x'\n",
+            "x: No space left on device. Make room on its disk; the same command goes on from there.\n",
+        ),
+        (
+            RuntimeError("underlying IO error: Read-only file system (os error 30)"),
+            1,
+            f"{Path.cwd()}: Read-only file system. Make it writable; the same command goes on from there.\n",
         ),
     ],
 )

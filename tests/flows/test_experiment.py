@@ -1,6 +1,7 @@
 """The experiment as a flow: what it adds to fclmodels.experiment is caching, tracking and publishing."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,44 @@ def test_prefect_is_not_believed_where_the_store_lost_an_object(fcl: Fcl, projec
     assert "learn 0" not in steps
     assert result()["metrics"] == first["metrics"]
     assert result()["digests"] == first["digests"]
+
+
+def test_prefect_is_not_believed_where_it_says_something_else_than_the_store(
+    fcl: Fcl, project: Path, steps: list[str]
+) -> None:
+    assert fcl("run", "-m", "fedavg", "-q") == 0
+    first = result()
+    cut, *changed = sorted(Path(".fcl/results").iterdir())
+    cut.write_text(cut.read_text()[:100])
+    for file in changed:
+        file.write_text(file.read_text().replace("a", "b"))
+    steps.clear()
+    assert fcl("run", "-m", "fedavg", "-q") == 0
+    assert steps == []
+    assert result() == first
+
+
+def test_prepared_data_that_were_changed_are_refused_and_a_runs_own_are_made_anew(
+    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(file: Path) -> None:
+        with open(file, "r+b") as content:
+            content.seek(-1, os.SEEK_END)
+            content.write(b"\xff")
+
+    assert fcl("run", "-m", "fedavg", "-q") == 0
+    usual = result()
+    capsys.readouterr()
+    change(Path("data/prepared/images.npy"))
+    assert fcl("run", "-m", "fedavg", "-q") == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told == "data/prepared does not match its digest (changed after it was written). Make it again: fcl prepare."
+    Path("data").rename("elsewhere")
+    for _ in range(2):
+        assert fcl("run", "-m", "fedavg", "-q") == 0
+        assert result()["digests"] == usual["digests"]
+        (own,) = Path(".fcl/data").glob("prepared-*/images.npy")
+        change(own)
 
 
 def test_a_deleted_run_folder_is_published_again_without_training(fcl: Fcl, project: Path, steps: list[str]) -> None:

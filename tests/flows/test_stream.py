@@ -1,6 +1,7 @@
 """The stream that goes on: nothing is done twice, a kill changes nothing, and the gate says who is the champion."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,46 @@ def test_tasks_are_learned_registered_and_gated_and_nothing_is_done_twice(
     (bad / REASON).unlink()
     assert [(row["task"], row["version"]) for row in night()] == [("broken", "3")]
     assert steps == ["learn 2", "conclude 2", "evaluate 3", "judge 3"]
+
+
+@pytest.mark.slow
+def test_two_states_are_kept_the_older_one_to_fall_back_on(
+    night: Callable, drop: Drop, steps: list[str], project: Path, fcl: Fcl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the run folder is made of, of all tasks."""
+
+    def stages() -> list[str]:
+        done = [json.loads(file.read_text()) for file in Path(".fcl/store/done").iterdir()]
+        return sorted(f"{o['stage']} {o['task']}" for o in done if "stage" in o)
+
+    def states() -> list[Path]:
+        files = sorted(Path(".fcl/store").glob("[0-9a-f][0-9a-f]/*"))
+        return [file for file in files if b"weights" in file.read_bytes()[:400]]
+
+    drop("first", 0, 1)
+    drop("second", 2, 3)
+    night()
+    drop("third", 4, 5)
+    night()
+    task_3 = [step.replace("2", "3").replace("1", "2") for step in TASK_2]
+    assert stages() == sorted(["evaluate 1", "judge 1", *TASK_2, *task_3])
+    assert len(list(Path(".fcl/results").iterdir())) == len(stages())
+    digest, tags = model_digest(), versions(project)
+    done = [json.loads(file.read_text()) for file in Path(".fcl/store/done").iterdir()]
+    (newest,) = [o["objects"]["state"] for o in done if o.get("stage") == "conclude" and o["task"] == 2]
+    Path(".fcl/store", newest[:2], newest).unlink()
+    steps.clear()
+    assert night() == []
+    assert "learn 2" in steps
+    assert "learn 1" not in steps
+    assert (model_digest(), versions(project)) == (digest, tags)
+    for file in states():
+        file.unlink()
+    assert fcl("stream", *ANY) == 2
+    assert "Delete .fcl/store/done to learn all tasks again." in capsys.readouterr().err
+    shutil.rmtree(".fcl/store/done")
+    assert night() == []
+    assert (model_digest(), versions(project)) == (digest, tags)
 
 
 def test_what_the_gate_holds_back_is_the_challenger_and_told_why(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
 from fclmodels import state
 from fclmodels.backbones.network import build
@@ -87,7 +88,7 @@ def fill(tracking: Tracking, upto: int) -> None:
 
 
 def test_a_run_tells_its_settings_data_and_origin(settings: TrackingSettings, tmp_path: Path) -> None:
-    with tracked(experiment(), settings, tmp_path):
+    with tracked(experiment(), settings, tmp_path, print):
         pass
     (run,) = all_runs(settings)
     assert run.info.run_name == "fedavg seed 0"
@@ -101,7 +102,7 @@ def test_a_run_tells_its_settings_data_and_origin(settings: TrackingSettings, tm
 def test_the_same_experiment_is_the_same_run_another_is_another(settings: TrackingSettings, tmp_path: Path) -> None:
     ids = []
     for made in (experiment(), experiment(), experiment(settings={"a": 2}), experiment(label="fedavg-0")):
-        with tracked(made, settings, tmp_path) as tracking:
+        with tracked(made, settings, tmp_path, print) as tracking:
             ids.append(tracking.id)
     assert ids[0] == ids[1] == ids[3] != ids[2]
     assert len(all_runs(settings)) == 2
@@ -109,7 +110,7 @@ def test_the_same_experiment_is_the_same_run_another_is_another(settings: Tracki
 
 def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path: Path) -> None:
     for upto in (1, 2, 2):
-        with tracked(experiment(), settings, tmp_path) as tracking:
+        with tracked(experiment(), settings, tmp_path, print) as tracking:
             fill(tracking, upto)
     client = MlflowClient(settings.uri)
     losses = client.get_metric_history(tracking.id, "train/loss")
@@ -120,15 +121,13 @@ def test_a_resumed_run_has_no_number_twice(settings: TrackingSettings, tmp_path:
 
 @pytest.mark.parametrize("on", [False, True])
 def test_answers_are_metrics_where_clients_can_fail(on: bool, settings: TrackingSettings, tmp_path: Path) -> None:
-    seen = rounds(0).with_columns(pl.Series("answers", [3, 2]), pl.Series("late", [0, 1]), pl.Series("missing", [1, 0]))
-    with tracked(experiment(faults=on), settings, tmp_path) as tracking:
+    told = {"answers": [3, 2], "late": [0, 1], "missing": [1, 0], "lost": [0, 2]}
+    seen = rounds(0).with_columns(pl.Series(name, values) for name, values in told.items())
+    with tracked(experiment(faults=on), settings, tmp_path, print) as tracking:
         tracking.task_learned(1, seen, SUMMARY)
     client = MlflowClient(settings.uri)
-    logged = {
-        name: [m.value for m in client.get_metric_history(tracking.id, f"train/{name}")]
-        for name in ("answers", "late", "missing")
-    }
-    assert logged == ({"answers": [3, 2], "late": [0, 1], "missing": [1, 0]} if on else {name: [] for name in logged})
+    logged = {name: [m.value for m in client.get_metric_history(tracking.id, f"train/{name}")] for name in told}
+    assert logged == (told if on else {name: [] for name in told})
 
 
 def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: TrackingSettings, tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: Tracki
             row("drift_bound", 1, 9.0, round=0),
         ]
     )
-    with tracked(experiment(), settings, tmp_path) as tracking:
+    with tracked(experiment(), settings, tmp_path, print) as tracking:
         tracking.task_learned(1, rounds(0), SUMMARY)
         tracking.task_learned(2, rounds(1), SUMMARY, seen)
     client = MlflowClient(settings.uri)
@@ -169,26 +168,68 @@ def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: Tracki
 def test_a_run_that_ended_badly_says_so_until_it_goes_on(
     settings: TrackingSettings, tmp_path: Path, problem: BaseException, status: str
 ) -> None:
-    with pytest.raises(type(problem)), tracked(experiment(), settings, tmp_path):
+    with pytest.raises(type(problem)), tracked(experiment(), settings, tmp_path, print):
         raise problem
     (run,) = all_runs(settings)
     assert run.info.status == status
     assert type(problem).__name__ in run.data.tags["fcl.error"]
-    with tracked(experiment(), settings, tmp_path):
+    with tracked(experiment(), settings, tmp_path, print):
         (run,) = all_runs(settings)
         assert run.info.status == "RUNNING"
         assert "fcl.error" not in run.data.tags
 
 
+def test_what_mlflow_does_not_take_waits_for_it_and_is_told_once(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to the run's end, and beyond: then the next run of the same command logs it."""
+
+    def gone(*of: Any, **more: Any) -> None:
+        raise MlflowException("connection refused\nafter 2 retries")
+
+    said: list[str] = []
+    with tracked(experiment(), settings, tmp_path, said.append) as tracking:
+        with monkeypatch.context() as patch:
+            patch.setattr(MlflowClient, "log_batch", gone)
+            fill(tracking, 2)
+            assert len(tracking.waiting) == 2
+        tracking.task_learned(3, rounds(2), SUMMARY)
+        assert tracking.waiting == []
+    (line,) = said
+    assert line.startswith(f"tracking.uri: {settings.uri} stopped answering: connection refused. The run goes on; ")
+    client = MlflowClient(settings.uri)
+    assert [m.step for m in client.get_metric_history(tracking.id, "train/loss")] == [*range(6)]
+
+    other = experiment(settings={"a": 2})
+    with tracked(other, settings, tmp_path, said.append) as tracking, monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", gone)
+        fill(tracking, 2)
+    with tracked(other, settings, tmp_path, said.append) as tracking:
+        fill(tracking, 2)
+    assert len(said) == 2
+    assert [m.step for m in client.get_metric_history(tracking.id, "train/loss")] == [*range(4)]
+
+
+def test_a_problem_of_the_run_is_told_where_mlflow_is_gone_too(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*of: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(MlflowClient, "set_terminated", gone)
+    with pytest.raises(ZeroDivisionError), tracked(experiment(), settings, tmp_path, print):
+        _ = 1 / 0
+
+
 def test_a_complete_run_is_left_alone(settings: TrackingSettings, tmp_path: Path) -> None:
-    with tracked(experiment(), settings, tmp_path) as tracking:
+    with tracked(experiment(), settings, tmp_path, print) as tracking:
         fill(tracking, 2)
         tracking.client.set_terminated(tracking.id, "FINISHED")
     (before,) = all_runs(settings)
-    with tracked(experiment(), settings, tmp_path) as tracking:
+    with tracked(experiment(), settings, tmp_path, print) as tracking:
         assert tracking.complete
         fill(tracking, 2)
-    with pytest.raises(ZeroDivisionError), tracked(experiment(), settings, tmp_path):
+    with pytest.raises(ZeroDivisionError), tracked(experiment(), settings, tmp_path, print):
         _ = 1 / 0
     (after,) = all_runs(settings)
     assert after.to_dictionary() == before.to_dictionary()
@@ -206,7 +247,7 @@ def test_what_only_the_result_tells_is_tracked(
     names = ("preset", "scaled", "privacy", "mlflow.note.content")
     found = []
     for label, result in (("a-0", plain), ("b-0", plain | more | {"metrics": {"paper_task_predicted": {}}})):
-        with tracked(experiment(label=label, settings={"label": label}), settings, tmp_path) as tracking:
+        with tracked(experiment(label=label, settings={"label": label}), settings, tmp_path, print) as tracking:
             track.fn(tracking, label, tmp_path, result)
         data = tracking.client.get_run(tracking.id).data
         found.append(({name: data.tags[name] for name in names if name in data.tags}, data.metrics.get("epsilon")))
@@ -225,14 +266,14 @@ def test_what_only_the_result_tells_is_tracked(
 
 def test_thousands_of_numbers_and_hundreds_of_settings_fit(settings: TrackingSettings, tmp_path: Path) -> None:
     many = {f"setting_{i}": i for i in range(250)}
-    with tracked(experiment(settings=many), settings, tmp_path) as tracking:
+    with tracked(experiment(settings=many), settings, tmp_path, print) as tracking:
         tracking.task_learned(1, rounds(0, count=700), SUMMARY)
     assert len(MlflowClient(settings.uri).get_metric_history(tracking.id, "train/loss")) == 700
     assert len(all_runs(settings)[0].data.params) == 252  # and method and seed
 
 
 def test_a_thread_makes_no_stray_run(settings: TrackingSettings, tmp_path: Path) -> None:
-    with tracked(experiment(), settings, tmp_path) as tracking:
+    with tracked(experiment(), settings, tmp_path, print) as tracking:
         thread = threading.Thread(target=fill, args=(tracking, 2))
         thread.start()
         thread.join()
@@ -242,7 +283,7 @@ def test_a_thread_makes_no_stray_run(settings: TrackingSettings, tmp_path: Path)
 
 def test_a_dvc_stage_is_told(settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "DVC_STAGE", "experiment@fedavg-0")
-    with tracked(experiment(), settings, tmp_path):
+    with tracked(experiment(), settings, tmp_path, print):
         pass
     assert all_runs(settings)[0].data.tags["dvc.stage"] == "experiment@fedavg-0"
 
@@ -254,14 +295,14 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(MlflowClient, "search_experiments", lambda *_, **__: 1 / 0)
         killed = TrackingSettings(uri="sqlite:///killed.db")
-        with pytest.raises(ZeroDivisionError), tracked(experiment(), killed, tmp_path):
+        with pytest.raises(ZeroDivisionError), tracked(experiment(), killed, tmp_path, print):
             pytest.fail("nothing to track")
     assert not Path("killed.db").exists()
     Path("there").mkdir()
     Path("mlflow.db").symlink_to("there/mlflow.db")
     Path("there/mlflow.db.new").write_text("half a database")
     settings = TrackingSettings(uri="sqlite:///mlflow.db")
-    with tracked(experiment(), settings, tmp_path):
+    with tracked(experiment(), settings, tmp_path, print):
         pass
     assert len(all_runs(settings)) == 1
     assert Path("mlflow.db").is_symlink()
@@ -273,7 +314,7 @@ def test_a_store_that_cannot_be_used_is_a_mistake(uri: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text("no database: at all\n")
     refused = pytest.raises(UserError, match=f"^tracking.uri: {uri} cannot be used: ")
-    with refused, tracked(experiment(), TrackingSettings(uri=uri), tmp_path):
+    with refused, tracked(experiment(), TrackingSettings(uri=uri), tmp_path, print):
         pytest.fail("nothing to track")
 
 
@@ -327,7 +368,7 @@ def test_the_tracked_model_answers_like_the_network(
     router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
     if routed:
         state.save(router.to_tree(), folder / "router.safetensors")
-    with tracked(experiment(), settings, tmp_path) as tracking:
+    with tracked(experiment(), settings, tmp_path, print) as tracking:
         log_model(tracking.client, tracking.id, folder)
     (run,) = all_runs(settings)
     (logged,) = run.outputs.model_outputs

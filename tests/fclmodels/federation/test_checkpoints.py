@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -31,12 +32,12 @@ def test_a_log_goes_on_from_the_length_that_was_noted(
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     noted = data.draw(st.integers(0, len(rows)))
-    log, length = Log(path), 0
+    log, length, digest = Log(path), 0, ""
     for number, row in enumerate(rows, start=1):
         log.append(row)
-        length = log.flush() if number == noted else length
+        length, digest = (log.flush(), log.digest) if number == noted else (length, digest)
     log.close()
-    log = Log(path, length)
+    log = Log(path, length, digest)
     assert log.flush() == length
     assert log.rows() == rows[:noted]
     log.append({"z": 1})
@@ -124,6 +125,11 @@ SPOIL: dict[str, Callable[[Path], object]] = {
     "server changed": lambda folder: state.save(server(2).to_tree(), folder / "server-1.safetensors"),
     "server missing": lambda folder: (folder / "server-1.safetensors").unlink(),
     "log missing": lambda folder: (folder / "rounds.jsonl").unlink(),
+    "memory changed": lambda folder: state.save({"seen": torch.tensor(7)}, folder / "memories" / "5-1"),
+    "log changed": lambda folder: (folder / "rounds.jsonl").write_text('{"round": 7}\n'),
+    "commit.json changed": lambda folder: (folder / "commit.json").write_text(
+        (folder / "commit.json").read_text().replace('"round": 1', '"round": 0')
+    ),
     "log cut short": lambda folder: os.truncate(folder / "rounds.jsonl", 3),
 }
 
@@ -136,6 +142,17 @@ def test_a_spoilt_checkpoint_is_one_line_that_names_the_folder(spoil: Callable[[
         with pytest.raises(UserError, match=str(tmp_path)) as error, closing(Checkpoints(tmp_path)) as checkpoints:
             checkpoints.latest()
         assert "\n" not in str(error.value)
+
+
+def test_abandoned_checkpoints_go_after_their_days(tmp_path: Path) -> None:
+    commit(tmp_path / "old", 1)
+    commit(tmp_path / "new", 1)
+    before = time.time() - 5 * 86400
+    os.utime(tmp_path / "old" / "lock", (before, before))
+    Checkpoints.drop_abandoned(tmp_path, days=6)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["new", "old"]
+    Checkpoints.drop_abandoned(tmp_path, days=4)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_second_user_is_refused_in_one_line_while_the_first_is_at_work(tmp_path: Path) -> None:

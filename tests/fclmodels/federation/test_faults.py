@@ -122,7 +122,10 @@ def test_what_is_on_its_way_at_the_end_of_a_task_is_not_heard_in_the_next(
     result = experiment_of(ON, splits=splits_of(clients=3)).run(tmp_path / "run")
     rounds = pl.read_parquet(tmp_path / "run" / "rounds.parquet")
     assert rounds.select("clients", "answers", "late", "missing").rows() == [(3, 3, 0, 0), (3, 2, 0, 0)] * 2
-    assert result["faults"] == {"clients": 12, "missing": 0, "late": 0, "refused": 0, "answers": 10, "dropped": 2}
+    assert result["faults"] == {
+        **dict.fromkeys(("missing", "lost", "late", "refused"), 0),
+        **{"clients": 12, "answers": 10, "dropped": 2},
+    }
 
 
 def test_fates_are_drawn_at_the_rates_and_delays_uniformly(method_of: Callable) -> None:
@@ -323,6 +326,110 @@ def test_more_answers_than_clients_are_refused_before_a_run(params_of: Callable)
             params_of(f"federation.faults.{wrong}")
 
 
+# Clients that are lost on the way
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[tuple[int, int, int], str]], None]:
+    """Losses by hand in the place of drawn ones."""
+    return lambda known: monkeypatch.setattr(
+        faults, "loss", lambda run, task, round, client, draw: known.get((round, client, draw))
+    )
+
+
+@pytest.mark.parametrize("why", ["crash", "out of memory"])
+def test_a_lost_client_is_a_missing_one_that_the_ledger_names(
+    why: str,
+    toys: Path,
+    fates: Callable,
+    losses: Callable,
+    method_of: Callable,
+    learned: Callable[[FedAvg], Learned],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that crashes has trained; what it wrote in its diary then is not there in the next round."""
+    diary = plugins.find("method", "diary")
+    trained = []
+    train = diary.train
+    monkeypatch.setattr(diary, "train", lambda self, c, p: trained.append((c.round, c.index)) or train(self, c, p))
+    settings = (ON, "federation.rounds=2")
+    fates({})
+    losses({(0, 2, 0): why})
+    lost = learned(method_of(diary, *settings))
+    assert ((0, 2) in trained) == (why == "crash")
+    fates({(0, 2, 0): None})
+    losses({})
+    missing = learned(method_of(diary, *settings))
+    assert state.digest(lost.server.to_tree()) == state.digest(missing.server.to_tree())
+    remembered = [{str(client): state.load(file) for client, file in of.memories.items()} for of in (lost, missing)]
+    assert state.digest(remembered[0]) == state.digest(remembered[1])
+    assert len(remembered[0]["2"]["pages"]) == 1
+    assert [lost.column(name) for name in ("answers", "missing", "lost")] == [[3, 4], [0, 0], [1, 0]]
+    assert lost.ledger.filter(pl.col("direction") == "lost").select("round", "client", "part").rows() == [(0, 2, why)]
+    assert lost.ledger.filter(pl.col("direction") != "lost").rows() == missing.ledger.rows()
+
+
+def test_losses_are_drawn_at_the_rates_and_only_of_those_that_are_there(
+    method_of: Callable, experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    rates = ("federation.faults.crash=0.3", "federation.faults.out_of_memory=0.2")
+    run = method_of(FedAvg, *rates).run
+    drawn = Counter(faults.loss(run, 0, number, client, 0) for number in range(200) for client in range(10))
+    expected = {"out of memory": 0.2, "crash": 0.8 * 0.3, None: 0.8 * 0.7}
+    assert all(abs(drawn[fate] - 2000 * p) < 5 * (2000 * p * (1 - p)) ** 0.5 for fate, p in expected.items())
+    settings = (*rates, "federation.faults.missing=0.3", "federation.rounds=10", "federation.faults.least=2")
+    happened = experiment_of(*settings).run(tmp_path / "run")["faults"]
+    assert happened["lost"] > 0
+    assert happened["clients"] == happened["answers"] + happened["missing"] + happened["lost"]
+    assert pl.read_parquet(tmp_path / "run" / "rounds.parquet")["answers"].min() == 2
+
+
+@pytest.mark.parametrize(
+    "problem", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_a_machine_without_memory_loses_the_client_and_not_the_run(
+    problem: Exception, experiment_of: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = FedAvg.train
+
+    def starving(self: FedAvg, client: Any, payload: Any) -> Any:
+        if (client.round, client.index) == (0, 2):
+            raise problem
+        return train(self, client, payload)
+
+    monkeypatch.setattr(FedAvg, "train", starving)
+    result = experiment_of().run(tmp_path / "run")
+    assert (result["faults"]["lost"], result["faults"]["answers"]) == (2, 14)
+    monkeypatch.setattr(FedAvg, "train", train)
+    monkeypatch.setattr(
+        faults, "delay", lambda run, task, round, client, draw: None if (round, client) == (0, 2) else 0
+    )
+    missing = experiment_of(ON).run(tmp_path / "missing")
+    assert result["digests"]["model"] == missing["digests"]["model"]
+
+
+def test_too_few_that_had_memory_end_the_run_in_one_line(
+    experiment_of: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starving(self: FedAvg, client: Any, payload: Any) -> Any:
+        return torch.empty(2**60)
+
+    monkeypatch.setattr(FedAvg, "train", starving)
+    with pytest.raises(
+        UserError, match=r"task 0, round 0: there was no memory to train 4 of 4 clients .* Lower"
+    ) as error:
+        experiment_of().run(tmp_path / "run")
+    assert "\n" not in str(error.value)
+
+
+def test_other_problems_of_a_client_still_end_the_run(
+    experiment_of: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FedAvg, "train", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        experiment_of().run(tmp_path / "run")
+
+
 # The same bits again
 
 HARD = (
@@ -331,6 +438,8 @@ HARD = (
     "augment.crop_padding=1",
     "federation.rounds=6",
     "federation.faults.missing=0.2",
+    "federation.faults.crash=0.1",
+    "federation.faults.out_of_memory=0.1",
     "federation.faults.late=0.4",
     "federation.faults.late_rounds=3",
     "federation.faults.least=2",
@@ -349,7 +458,7 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     result = Experiment(params_of(*HARD), "diary", 0, five, folder / "home").run(folder / "run")
     happened = result["faults"]
-    assert min(happened[name] for name in ("missing", "late", "dropped")) > 0
+    assert min(happened[name] for name in ("missing", "lost", "late", "dropped")) > 0
     return remains(folder / "run")
 
 

@@ -177,16 +177,19 @@ def ends_as_without_it(name: str, experiment_of: MakeExperiment, splits: Splits,
 def test_without_those_that_are_missing_it_ends_as_the_plain_round_does(
     experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
-    """Clients leave before each of the steps; as many answers are needed as unmask: 4 of 6."""
-    settings = ("federation.faults.missing=0.3", "federation.rounds=5", "federation.faults.least=4")
+    """Clients leave before each of the steps, or are lost with a masked reply; 4 of 6 answers are needed to unmask."""
+    rates = ("missing=0.3", "crash=0.1", "out_of_memory=0.1", "least=4")
+    settings = ("federation.rounds=5", *(f"federation.faults.{rate}" for rate in rates))
     splits, found = splits_of(clients=6), []
     for some in ((), (ON,)):
         experiment = experiment_of(*settings, *some, splits=splits)
         found.append((weights_of(experiment, experiment.run(tmp_path / f"{len(found)}")), experiment))
     assert_close(found[0][0], found[1][0])
-    tables = [pl.read_parquet(tmp_path / f"{i}" / "rounds.parquet").select("answers", "missing") for i in (0, 1)]
+    columns = ("answers", "missing", "lost")
+    tables = [pl.read_parquet(tmp_path / f"{i}" / "rounds.parquet").select(columns) for i in (0, 1)]
     assert tables[0].equals(tables[1])
     assert tables[0]["missing"].sum() > 5
+    assert tables[0]["lost"].sum() > 2
     ledger = pl.read_parquet(tmp_path / "1" / "ledger.parquet").filter(direction="up")
     steps = [*secure.STEPS[:2], "update", secure.REVEALED]
     took = [ledger.filter(pl.col("part") == part, pl.col("round") >= 0).height for part in steps]

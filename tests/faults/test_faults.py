@@ -1,0 +1,41 @@
+"""A representative twenty faults, and a stream of a few arrivals. The nightly forms: run.py and soak.py beside this."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def script(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    return subprocess.run(
+        [sys.executable, str(HERE / name), *options],
+        env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_after_each_of_twenty_faults_a_run_comes_to_its_right_end(tmp_path: Path) -> None:
+    done = script("run.py", "--faults", "20", "--json", str(tmp_path / "outcomes.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert len(outcomes) == 20
+    for outcome in outcomes:
+        if outcome["became"] == "skipped":
+            warnings.warn(f"{outcome['kind']} could not be injected: {outcome['what']}", stacklevel=1)
+
+
+def test_a_stream_learns_each_arrival_once_whatever_happens() -> None:
+    done = script("soak.py", "--arrivals", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing lost, nothing doubled" in done.stdout
