@@ -38,10 +38,26 @@ def stamp(name: str, turns: int) -> Iterator[Row]:
     yield Row(f"{name}-stamp", what, seconds["stamp"], seconds["passes"], limit=STAMP_PASSES)
 
 
+def kept(name: str, turns: int) -> Iterator[Row]:
+    """FedProTIP with the first blocks frozen, as its presets have it, and their activations kept or not."""
+    work = WORKS[name]
+    freeze = "model.freeze=[conv1,bn1,layer1,layer2]"
+    with ExitStack() as opened:
+        sides = {}
+        for side in ("true", "false"):
+            run = opened.enter_context(run_on(work, [freeze, f"model.keep_frozen={side}"]))
+            loop = opened.enter_context(closing(our_rounds(run, "fedprotip", processes, 1)))
+            sides[side] = partial(next, loop)
+        seconds = taking_turns(sides, turns)
+    what = "a round of fedprotip with kept activations of frozen blocks, without"
+    yield Row(f"{name}-kept", what, seconds["true"], seconds["false"])
+
+
 BENCHES = [
     Bench("w1-methods", partial(over_fedavg, "w1", {"special": 1.02, "fot": 1.05}), 19),
     Bench("w2-methods", partial(over_fedavg, "w2", {"special": 1.02, "fot": 1.05, "fedprotip": 1.10}), 13),
     Bench("w3-methods", partial(over_fedavg, "w3", {"fedprotip": 1.35}), 7),
     Bench("w4-methods", partial(over_fedavg, "w4", {"fed-dualp": None, "pip-dualp": None}), 3),
     Bench("w2-stamp", partial(stamp, "w2"), 9),
+    Bench("w3-kept", partial(kept, "w3"), 7),
 ]
