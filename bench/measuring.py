@@ -127,16 +127,15 @@ def of_tree(root: int, kinds: Sequence[str]) -> float:
     return total
 
 
-def peak_of_tree(command: Sequence[str], kinds: Sequence[str]) -> float:
-    """The most MB that a command and all that it starts take together."""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        with Peak(lambda: of_tree(process.pid, kinds), 0.1) as peak:
-            told = process.stderr.read()
-            code = process.wait()
-    if code:
-        raise RuntimeError(f"{' '.join(command)}: {(told.strip().splitlines() or [f'it ended with {code}'])[-1]}")
-    return peak.most
+def peak_of_tree(command: Sequence[str], kinds: Sequence[str]) -> tuple[float, str]:
+    """The most MB that a command and all that it starts take together, and what it prints."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process, Peak(lambda: of_tree(process.pid, kinds), 0.1) as peak:
+        told, problem = process.communicate()
+    if process.returncode:
+        last = (problem.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+        raise RuntimeError(f"{' '.join(command)}: {last}")
+    return peak.most, told
 
 
 def _below(root: int) -> list[int]:

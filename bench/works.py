@@ -111,6 +111,7 @@ def run_on(work: Work, overrides: Sequence[str] = (), method: str = "fedavg") ->
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         settings = {
+            "partition": {"clients": work.clients},
             "model": work.model,
             "federation": {"batch_size": work.batch, "executor": "serial"},
             "optimizer": work.optimizer,
@@ -150,7 +151,7 @@ def processes(method: Method) -> Executor:
     assert method.run.home is not None
     file = method.run.home / f"{method.name}.json"
     write_json(file, params.effective(method.run.params, method.name))
-    return Processes(method, file, workers=2, threads=1)
+    return Processes(method, file, workers=method.run.params.federation.workers or 2, threads=1)
 
 
 def executor_by(choice: Choice) -> Callable[[Method], Executor]:

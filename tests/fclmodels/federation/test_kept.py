@@ -11,7 +11,7 @@ import torch
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.federation.kept import still
-from fclmodels.methods.agem import AGem
+from fclmodels.methods.agem import Agem
 from fclmodels.methods.er import Er
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprotip import FedProTIP
@@ -38,7 +38,7 @@ def kept_of(method_of: Callable, tmp_path: Path) -> Callable:
 
 @pytest.mark.parametrize(
     ("kind", "settings", "permuted"),
-    [(FedAvg, FRZ, False), (FedProTIP, FRZ, False), (AGem, FRZ, True), (FedAvg, VIT, False)],
+    [(FedAvg, FRZ, False), (FedProTIP, FRZ, False), (Agem, FRZ, True), (FedAvg, VIT, False)],
     ids=["fedavg", "fedprotip", "agem-permuted", "vit"],
 )
 def test_the_model_is_the_same(

@@ -1,0 +1,54 @@
+"""Rounds of FedAvg on two workers in a process tree of their own, which others watch.
+
+    python bench/watched.py WORK CLIENTS SAMPLES ROUNDS [KEY=VALUE ...]
+
+prints the seconds of each round as JSON; the first one starts the workers.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from measuring import peak_of_tree
+from works import WORKS, our_rounds, processes, run_on
+
+from fclmodels.federation import malloc
+
+
+class Watched:
+    """A work with other numbers of clients and samples a client."""
+
+    def __init__(self, name: str, clients: int, samples: int, rounds: int, *overrides: str) -> None:
+        self.words = [name, *map(str, (clients, samples, rounds)), *overrides]
+
+    def __str__(self) -> str:
+        name, clients, samples, rounds = self.words[:4]
+        return f"{name}'s model with {clients} clients of {samples} samples for {rounds} rounds"
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, __file__, *self.words]
+
+
+def peak(watched: Watched, kinds: Sequence[str]) -> float:
+    """MB."""
+    return peak_of_tree(watched.command, kinds)[0]
+
+
+def main(name: str, clients: str, samples: str, rounds: str, *overrides: str) -> None:
+    malloc.tune()
+    work = replace(WORKS[name], clients=int(clients), samples=int(samples), tasks=1)
+    seconds = []
+    with run_on(work, overrides) as run, closing(our_rounds(run, "fedavg", processes, 0)) as ours:
+        for _ in range(int(rounds)):
+            started = time.perf_counter()
+            next(ours)
+            seconds.append(time.perf_counter() - started)
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
