@@ -1,8 +1,8 @@
 """Clients run in persistent worker processes of one thread each (or as set).
 
 The payload stands in shared memory, written once a round; a worker writes its reply into a shared buffer of its own
-and goes on with the next client while the reply is taken in: long before that one's reply stands there, as a worker
-waits to be told. Control messages are JSON lines over a socket. A worker that dies is replaced and its client run again, which cannot change the result.
+and goes on with the next client while the reply is taken in, which it is told before it writes again. Control messages
+are JSON lines over a socket. A worker that dies is replaced and its client run again, which cannot change the result.
 """
 
 import contextlib
