@@ -127,6 +127,12 @@ def of_tree(root: int, kinds: Sequence[str]) -> float:
     return total
 
 
+def cpu_of_tree() -> float:
+    """Seconds that this process and all below it, which still are there, have had of the processor."""
+    files = (Path(f"/proc/{process}/schedstat") for process in [os.getpid(), *_below(os.getpid())])
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
 def peak_of_tree(command: Sequence[str], kinds: Sequence[str]) -> tuple[float, str]:
     """The most MB that a command and all that it starts take together, and what it prints."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

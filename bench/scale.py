@@ -2,20 +2,19 @@
 
     python bench/scale.py [registered answering samples model workers tasks]
 
-Each line but those of `tasks` is a process tree of its own with two one-thread workers: the median seconds of rounds
-after the first, the seconds of the first, in which workers start and open the data, and the most memory that no file
-holds, shared pages counted once. tasks: what the server does after each task, and a round, by number of tasks learned.
+Seconds are the processor's, of all processes, so that other work on the machine tells little. Each line but those of
+`tasks` is a process tree of its own with two one-thread workers: the median round after the first, the first, in which
+workers start and open the data, and the most memory that no file holds, shared pages counted once.
 """
 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from measuring import ANONYMOUS, peak_of_tree
+from measuring import ANONYMOUS, cpu_of_tree, peak_of_tree
 from watched import Watched
 from works import WORKS, method_on, our_rounds, processes, run_on
 
@@ -78,15 +77,15 @@ def tasks() -> Iterator[str]:
 def seconds_of(work: Callable[[], object]) -> float:
     taken = []
     for _ in range(ROUNDS):
-        started = time.perf_counter()
+        before = cpu_of_tree()
         work()
-        taken.append(time.perf_counter() - started)
+        taken.append(cpu_of_tree() - before)
     return statistics.median(taken[1:])
 
 
 PARTS = {part.__name__: part for part in (registered, answering, samples, model, workers, tasks)}
 
-HEADS = {"tasks": ["tasks learned", "evaluation, s", "fedavg, s", "fot, s", "er, s"]}
+HEADS = {"tasks": ["tasks learned", "evaluation, CPU s", "fedavg", "fot", "er"]}
 
 
 def main() -> None:
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     malloc.tune()
     for part in parser.parse_args().parts:
-        heads = HEADS.get(part, ["", "round, s", "first, s", "MB"])
+        heads = HEADS.get(part, ["", "round, CPU s", "first, CPU s", "MB"])
         print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
         for row in PARTS[part]():
             print(row, flush=True)

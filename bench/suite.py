@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 KINDS = ("rounds", "methods", "anchor", "subspace", "extraction", "prompts", "server", "starting", "memory", "steps")
 PEERS = "peers"
+MOST_SECONDS = 900  # of one benchmark
 HEADER = "| row | ratio | quartiles | limit | ours | yardstick | what |\n|---|---|---|---|---|---|---|"
 SCHEMA = pl.Schema(
     {
@@ -66,7 +67,10 @@ def measure(bench: Bench, turns: int | None) -> None:
 def measured(name: str, kind: str, turns: int | None) -> list[dict[str, Any]]:
     """The same in a process of its own, as rows of the table; what went wrong is a row too."""
     command = [sys.executable, __file__, "--measure", name, *(["--turns", str(turns)] if turns else [])]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        ended = subprocess.CompletedProcess(command, 1, "", f"it took more than {MOST_SECONDS} s")
     rows = [told(Row(**json.loads(line))) for line in ended.stdout.splitlines() if line.startswith("{")]
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"]

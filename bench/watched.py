@@ -2,17 +2,16 @@
 
     python bench/watched.py WORK CLIENTS SAMPLES ROUNDS [KEY=VALUE ...]
 
-prints the seconds of each round as JSON; the first one starts the workers.
+prints the CPU seconds of each round in all processes as JSON; in the first one the workers start.
 """
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from measuring import peak_of_tree
+from measuring import cpu_of_tree, peak_of_tree
 from works import WORKS, our_rounds, processes, run_on
 
 from fclmodels.federation import malloc
@@ -44,9 +43,9 @@ def main(name: str, clients: str, samples: str, rounds: str, *overrides: str) ->
     seconds = []
     with run_on(work, overrides) as run, closing(our_rounds(run, "fedavg", processes, 0)) as ours:
         for _ in range(int(rounds)):
-            started = time.perf_counter()
+            before = cpu_of_tree()
             next(ours)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(cpu_of_tree() - before)
     print(json.dumps(seconds))
 
 
