@@ -51,8 +51,8 @@ lint: $(READY) docs  ## ruff, mypy, the import contracts, and the site's links
 	mypy
 	lint-imports
 
-bench: $(READY)  ## the local loop against bare PyTorch
-	python bench/local_loop.py
+bench: $(READY)  ## every benchmark as a ratio to its yardstick: a quarter of an hour, alone on the machine
+	fcl bench
 
 clean:  ## caches and build files; data, runs and .venv stay
 	rm -rf .fcl build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from extraction import Peak, alone
+from measuring import Peak, alone, anonymous
 from torch import Tensor
 
 from fclmodels import state
@@ -77,7 +77,7 @@ def memory(work: Callable[[list[dict[str, Tensor]]], object], folder: Path, n: i
     """The most MB that work on the spooled displacements takes."""
     torch.set_num_threads(SERVER_THREADS)
     vectors = read(folder, n)
-    with Peak() as peak:
+    with Peak(anonymous) as peak:
         work(vectors)
     return peak.above
 

@@ -1,6 +1,6 @@
-"""What secure aggregation costs one client and the server in a round of FedAvg, on the works of local_loop.py.
+"""What secure aggregation costs one client and the server in a round of FedAvg, on the works of works.py.
 
-    python bench/secagg.py [mlp alexnet resnet18] [--clients 10 32 64]
+    python bench/secagg.py [w1 w2 w3] [--clients 10 32 64]
 
 One client runs the whole protocol on a real reply, the others only as much as it needs of them; the server unmasks the
 sum once with all clients there and once with a tenth of them gone after they have shared. One thread, seconds of the
@@ -9,25 +9,20 @@ one of each client. `train` is the client's training, to compare with.
 """
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
-from local_loop import LR, WORKS, make_splits
+from works import WORKS, run_on
 
-from fclmodels import params
 from fclmodels.federation import malloc, secagg, secure
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Reply
 from fclmodels.federation.replies import Tensors, TreeSum
-from fclmodels.federation.run import Run
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.settings import SecAggSettings
-from fclmodels.state import write_json
 
 SETTINGS = SecAggSettings(on=True)
 
@@ -43,14 +38,7 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 def trained(name: str) -> tuple[float, Reply]:
     """Seconds of one client's round of training, and its reply."""
-    work = WORKS[name]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_json(
-            folder / "params.yaml",
-            {"model": work.model, "federation": {"batch_size": work.batch}, "optimizer": {"lr": LR}, "device": "cpu"},
-        )
-        run = Run.on(params.load(folder / "params.yaml"), make_splits(work, folder), seed=0)
+    with run_on(WORKS[name]) as run:
         method = FedAvg(FedAvg.Settings(), run)
         payload = method.payload(method.start_task(method.setup(), 0))
         client = Client(0, 0, 0, run, method.rows(0, 0), {})
@@ -112,7 +100,7 @@ def measure(name: str, clients: int, train: float, reply: Reply) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("works", nargs="*", default=["mlp", "resnet18"], help=f"of {', '.join(WORKS)}")
+    parser.add_argument("works", nargs="*", default=["w1", "w3"], help=f"of {', '.join(WORKS)}")
     parser.add_argument("--clients", type=int, nargs="+", default=[10, 32, 64])
     given = parser.parse_args()
     malloc.tune()

@@ -78,6 +78,10 @@ class BackboneSettings(Settings):
         "seen", description="classes in the training loss: all seen so far, or the current task's"
     )
     freeze: tuple[str, ...] = Field((), description="blocks of the backbone that are frozen after the first task")
+    keep_frozen: bool = Field(
+        False,
+        description="keep on disk what frozen first blocks give of a client's samples: computed once a task",
+    )
     weights: Path | None = Field(
         None,
         description="state dict (.safetensors or .pth) to start from; torchvision: the one that it publishes",

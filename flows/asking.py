@@ -8,7 +8,7 @@ import typer
 
 from fclmodels.errors import UserError, did_you_mean
 from flows import terminal
-from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, presets
+from flows.options import METHODS, PARAMS, ROOT, Json, ParamsFile, Quiet, Set, app, presets
 
 KINDS = {
     "methods": "method",
@@ -199,3 +199,33 @@ def new_method(
     for file in write(name):
         terminal.tell(f"written: {file}", quiet)
     terminal.tell(f"next: pytest tests/fclmodels/test_contract.py -k {name}; fcl run --method {name}", quiet)
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="benchmarks, or kinds of them [default: all]")] = None,
+    json: Json = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="other frameworks too, which are installed below .fcl")
+    ] = False,
+    turns: Annotated[int | None, typer.Option(min=1, help="of each side [default: each benchmark's own]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="go on with this file of results [default: a new one]")
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="only tell the names")] = False,
+) -> None:
+    """Measure how fast this project is: ratios to bare PyTorch and other yardsticks, in turns."""
+    import subprocess
+    import sys
+
+    suite = ROOT / "bench" / "suite.py"
+    if not suite.exists():
+        raise UserError(
+            f"{suite} is missing: the benchmarks come with a checkout of the project, not with its package."
+        )
+    flags = {"--json": json, "--peers": peers, "--list": list_only}
+    values = {"--turns": turns, "--out": out}
+    given = [flag for flag, on in flags.items() if on]
+    given += [word for option, value in values.items() if value is not None for word in (option, str(value))]
+    ended = subprocess.run([sys.executable, str(suite), *given, *(names or [])], check=False)
+    raise typer.Exit(ended.returncode)

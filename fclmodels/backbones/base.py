@@ -21,10 +21,20 @@ class FeatureNet(nn.Module):
     """F, the width of what it returns."""
     blocks: tuple[str, ...]
     """Names of its children from input to output, or of theirs, each of which `model.freeze` may name."""
+    divisible: ClassVar[bool] = False
+    """Whether it has `up_to` and `onwards`."""
     hints: ClassVar[Mapping[str, str]] = {}
     """By tensor name: which settings its shape follows, told where a weights file does not fit."""
 
     def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def up_to(self, x: Tensor, blocks: int) -> Tensor:
+        """What the first `blocks` of its blocks, one or more, give of inputs."""
+        raise NotImplementedError
+
+    def onwards(self, h: Tensor, blocks: int) -> Tensor:
+        """Features of what the first `blocks` of its blocks gave."""
         raise NotImplementedError
 
     def own_names(self, read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -48,6 +48,7 @@ class ResNet18(Backbone):
 
 class ResNet18Net(FeatureNet):
     blocks = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
+    divisible = True
     hints: ClassVar = {
         "conv1.weight": "conv1 follows model.stem (imagenet 7x7, cifar 3x3), model.width and data.channels."
     }
@@ -76,9 +77,18 @@ class ResNet18Net(FeatureNet):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return F.adaptive_avg_pool2d(x, self.grid).flatten(1)
+        return self.onwards(x, 0)
+
+    def up_to(self, x: Tensor, blocks: int) -> Tensor:
+        return self._through(self.blocks[:blocks], x)
+
+    def onwards(self, h: Tensor, blocks: int) -> Tensor:
+        return F.adaptive_avg_pool2d(self._through(self.blocks[blocks:], h), self.grid).flatten(1)
+
+    def _through(self, blocks: tuple[str, ...], x: Tensor) -> Tensor:
+        for name in blocks:
+            x = getattr(self, name)(self.maxpool(self.relu(x)) if name == "layer1" else x)
+        return x
 
 
 class Block(nn.Module):

@@ -85,6 +85,8 @@ class Attached:
 class VitNet(FeatureNet):
     """Images [B, C, H, W] to the class token [B, D] after the last norm."""
 
+    divisible = True
+
     hints: ClassVar = {
         "embed.patches.weight": "Patches follow model.patch, model.width and data.channels.",
         "layers.0.mlp.0.weight": "The perceptrons follow model.mlp_width and model.width.",
@@ -102,6 +104,12 @@ class VitNet(FeatureNet):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(self.embed(x))[:, 0]
+
+    def up_to(self, x: Tensor, blocks: int) -> Tensor:
+        return self.below(x, min(blocks - 1, len(self.layers)))
+
+    def onwards(self, h: Tensor, blocks: int) -> Tensor:
+        return self.encode(h, first=min(blocks - 1, len(self.layers)))[:, 0]
 
     def below(self, x: Tensor, first: int) -> Tensor:
         """Images [B, C, H, W] to the tokens [B, S, D] that enter layer `first`."""

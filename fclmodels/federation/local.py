@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fclmodels.backbones.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
+from fclmodels.federation.kept import activations
 from fclmodels.randomness import ambient
 from fclmodels.settings import OptimizerSettings
 
@@ -32,6 +33,8 @@ class LocalTraining:
         self.network = network
         self.start = start
         self.parameters = method.trainable(network, client.task)
+        keeps = client.run.params.model.keep_frozen
+        self.below = activations(client, network, self.parameters) if keeps else None
 
     def run(self) -> float:
         """Train all local epochs; the mean loss over samples. The network holds the result."""
@@ -60,6 +63,16 @@ class LocalTraining:
             self._take(before, self.method.step(self, self._since(before)))
         self.method.after(self)
         return loss.detach()
+
+    def features(self, batch: Batch) -> Tensor:
+        """Those of the batch; of its own samples from the first block on that may change, where what is below is kept.
+
+        What a client replays passes the whole network.
+        """
+        backbone = self.network.backbone
+        if self.below is None or batch.samples is None:
+            return backbone(batch.inputs)
+        return backbone.onwards(self.below.of(batch), self.below.blocks)
 
     @property
     def gradients(self) -> dict[str, Tensor]:

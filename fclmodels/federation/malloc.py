@@ -1,6 +1,6 @@
 """glibc is told to keep freed memory: by default it gives each step's gradients back and faults them in again.
 
-Worth 15 to 40 % of a training round on a CPU (bench/local_loop.py measures it). No effect on other C libraries.
+Worth 15 to 40 % of a training round on a CPU (bench/rounds.py measures it). No effect on other C libraries.
 """
 
 import ctypes

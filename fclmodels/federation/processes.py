@@ -1,8 +1,8 @@
 """Clients run in persistent worker processes of one thread each (or as set).
 
-The payload stands in shared memory, written once a round; a worker writes its reply into one of two shared
-buffers of its own and goes on with the next client while the reply is taken in. Control messages are JSON lines
-over a socket. A worker that dies is replaced and its client run again, which cannot change the result.
+The payload stands in shared memory, written once a round; a worker writes its reply into a shared buffer of its own
+and goes on with the next client while the reply is taken in, which it is told before it writes again. Control messages
+are JSON lines over a socket. A worker that dies is replaced and its client run again, which cannot change the result.
 """
 
 import contextlib
@@ -77,6 +77,7 @@ class Processes:
                         busy += worker.take(orders)
                         if answer is not None:
                             yield answer
+                            worker.send({"taken": True})
         finally:
             if busy:  # interrupted: what these workers still answer belongs to no one
                 self.close()
@@ -108,14 +109,13 @@ class Worker:
     def __init__(self, set_up: dict[str, Any], payload: SharedBuffer) -> None:
         self._set_up = set_up
         self._payload = payload
-        self._replies = (SharedBuffer(), SharedBuffer())
-        self._slot = 0
+        self._reply = SharedBuffer()
         self.order: dict[str, Any] | None = None
         self.start()
 
     def start(self) -> None:
         self.socket, theirs = socket.socketpair()
-        descriptors = [theirs.fileno(), self._payload.descriptor, *(reply.descriptor for reply in self._replies)]
+        descriptors = [theirs.fileno(), self._payload.descriptor, self._reply.descriptor]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fclmodels.federation.worker", *map(str, descriptors)],
             pass_fds=descriptors,
@@ -136,8 +136,7 @@ class Worker:
         self.order = orders.pop(0) if orders else None
         if self.order is None:
             return 0
-        self._slot = 1 - self._slot
-        self.send({**self.order, "slot": self._slot})
+        self.send(self.order)
         return 1
 
     def receive(self) -> Answer | None:
@@ -151,7 +150,7 @@ class Worker:
         message = json.loads(line)
         if "error" in message:
             raise (UserError if message["user"] else RuntimeError)(message["error"])
-        parts = parts_from_tree(self._replies[message["slot"]].read(message["size"]))
+        parts = parts_from_tree(self._reply.read(message["size"]))
         memory = Path(message["memory"]) if message["memory"] else None
         return Answer(message["client"], Reply(parts, **message["facts"]), memory, message["seconds"])
 

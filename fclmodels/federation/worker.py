@@ -18,7 +18,7 @@ from fclmodels.federation.messages import SharedBuffer, parts_from_tree, parts_t
 from fclmodels.federation.run import Run
 
 
-def main(control: int, payload: int, *replies: int) -> None:
+def main(control: int, payload: int, replies: int) -> None:
     malloc.tune()
     connection = socket.socket(fileno=control)
     lines = connection.makefile("rb")
@@ -31,24 +31,27 @@ def main(control: int, payload: int, *replies: int) -> None:
             raise UserError(f"{splits.folder} was changed while a run was using it. Start the run again.")
         run = Run.on(settings, splits, set_up["seed"], set_up["home"] and Path(set_up["home"]))
         method = plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
-        shared, buffers = SharedBuffer(payload), [SharedBuffer(descriptor) for descriptor in replies]
-        job = None
+        shared, buffer = SharedBuffer(payload), SharedBuffer(replies)
+        job, waits = None, False
         for line in lines:
             message = json.loads(line)
             if "job" in message:
                 facts = message["job"] | {"scratch": Path(message["job"]["scratch"])}
                 job = Job(**facts, payload=parts_from_tree(shared.read(message["size"]))).to(run.device)
+            elif "taken" in message:
+                waits = False
             else:
                 assert job is not None
                 memory = Path(message["memory"]) if message["memory"] else None
                 answer = perform(method, job, message["client"], memory)
-                reply = answer.reply
+                if waits:  # until the last reply is taken in
+                    lines.readline()
+                reply, waits = answer.reply, True
                 _send(
                     connection,
                     {
                         "client": answer.client,
-                        "slot": message["slot"],
-                        "size": buffers[message["slot"]].write(parts_to_tree(reply.parts)),
+                        "size": buffer.write(parts_to_tree(reply.parts)),
                         "facts": reply.facts,
                         "memory": str(answer.memory) if answer.memory else None,
                         "seconds": answer.seconds,

@@ -17,6 +17,7 @@ from fclmodels.backbones.norms import statistics_names
 from fclmodels.backbones.spec import ModelSpec, local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
+from fclmodels.federation.kept import refuse_what_cannot_be_kept
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.prediction import Prediction
@@ -43,6 +44,8 @@ class FedAvg(Method):
 
     def setup(self) -> Server:
         spec = self.run.spec(1)
+        if self.run.params.model.keep_frozen:
+            refuse_what_cannot_be_kept(self, self.networks.load(spec, self.built(spec)))
         return Server(spec, self.built(spec))
 
     def built(self, spec: ModelSpec) -> dict[str, Tensor]:
@@ -166,8 +169,12 @@ class FedAvg(Method):
         return {n: p for n, p in network.named_parameters() if n.startswith(prefixes) and n not in frozen}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network = training.network
-        return self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, training.client.task)
+        return self.cross_entropy(training.network, training.features(batch), batch.labels, training.client.task)
+
+    @property
+    def loss_is_of_features(self) -> bool:
+        """Whether a step looks at no sample but through the features of its batch."""
+        return type(self).loss is FedAvg.loss
 
     def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Over all classes seen, or over the task's (its own head, or `model.loss_over: task`)."""

@@ -1,0 +1,63 @@
+"""A round of each method against one of FedAvg, both on two processes, in the second task.
+
+Bases are random and fill 20 % of each layer's input, STAMP's clients have their coreset of the first task. STAMP's
+yardstick is a bare loop with as many passes: one over the batch and one over samples of the first task in each step.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+
+import bare
+from measuring import Bench, Row, taking_turns
+from works import WORKS, handed_over, our_rounds, processes, run_on
+
+STAMP_PASSES = 1.15
+
+
+def over_fedavg(name: str, limits: Mapping[str, float | None], turns: int) -> Iterator[Row]:
+    with run_on(WORKS[name]) as run, ExitStack() as opened:
+        loops = {method: our_rounds(run, method, processes, 1) for method in ("fedavg", *limits)}
+        sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
+        seconds = taking_turns(sides, turns)
+    for method, limit in limits.items():
+        yield Row(f"{name}-{method}", "a round, FedAvg's", seconds[method], seconds["fedavg"], limit=limit)
+
+
+def stamp(name: str, turns: int) -> Iterator[Row]:
+    work = WORKS[name]
+    with run_on(work) as run, ExitStack() as opened:
+        # A coreset of 20 samples a class holds all samples of these clients.
+        loops = {
+            "stamp": our_rounds(run, "stamp", processes, 1),
+            "passes": bare.processes(handed_over(work, run, 1), past=work.samples),
+        }
+        sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
+        seconds = taking_turns(sides, turns)
+    what = "a round, bare loop's passes over as many batches"
+    yield Row(f"{name}-stamp", what, seconds["stamp"], seconds["passes"], limit=STAMP_PASSES)
+
+
+def kept(name: str, turns: int) -> Iterator[Row]:
+    """FedProTIP with the first blocks frozen, as its presets have it, and their activations kept or not."""
+    work = WORKS[name]
+    freeze = "model.freeze=[conv1,bn1,layer1,layer2]"
+    with ExitStack() as opened:
+        sides = {}
+        for side in ("true", "false"):
+            run = opened.enter_context(run_on(work, [freeze, f"model.keep_frozen={side}"]))
+            loop = opened.enter_context(closing(our_rounds(run, "fedprotip", processes, 1)))
+            sides[side] = partial(next, loop)
+        seconds = taking_turns(sides, turns)
+    what = "a round of fedprotip with kept activations of frozen blocks, without"
+    yield Row(f"{name}-kept", what, seconds["true"], seconds["false"])
+
+
+BENCHES = [
+    Bench("w1-methods", partial(over_fedavg, "w1", {"special": 1.02, "fot": 1.05}), 19),
+    Bench("w2-methods", partial(over_fedavg, "w2", {"special": 1.02, "fot": 1.05, "fedprotip": 1.10}), 13),
+    Bench("w3-methods", partial(over_fedavg, "w3", {"fedprotip": 1.35}), 7),
+    Bench("w4-methods", partial(over_fedavg, "w4", {"fed-dualp": None, "pip-dualp": None}), 3),
+    Bench("w2-stamp", partial(stamp, "w2"), 9),
+    Bench("w3-kept", partial(kept, "w3"), 7),
+]

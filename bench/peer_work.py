@@ -1,0 +1,16 @@
+"""The work that a peer's process was handed, and when its next round begins (peers.py). It runs in the peer's own
+environment."""
+
+import sys
+
+from handed import Handed
+
+READY = "the next round may begin"
+WORK = Handed(sys.argv[1])
+
+
+def wait() -> None:
+    """Until the measuring process lets the next round begin; it ends this one when it has seen enough."""
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        sys.exit()

@@ -1,0 +1,144 @@
+"""All benchmarks of this folder as ratios to a yardstick that takes turns with us in one process tree.
+
+    make bench
+    fcl bench [NAMES] [--json] [--peers] [--turns N] [--out FILE]
+
+A name is a benchmark's or a kind's; --list tells them. Each benchmark is a process of its own. Its rows (ratio, median
+of the turns' ratios, with their quartiles) go into a Parquet file with facts of the machine as soon as they are
+measured; with --out a run goes on with a file that is there, and what it has is not measured again.
+bench/compare.py shows two such files side by side.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from measuring import Bench, Row, machine
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+KINDS = ("rounds", "methods", "anchor", "subspace", "extraction", "prompts", "server", "starting", "memory", "steps")
+PEERS = "peers"
+MOST_SECONDS = 900  # of one benchmark
+HEADER = "| row | ratio | quartiles | limit | ours | yardstick | what |\n|---|---|---|---|---|---|---|"
+SCHEMA = pl.Schema(
+    {
+        "benchmark": pl.String, "kind": pl.String, "row": pl.String, "what": pl.String, "unit": pl.String,
+        "ratio": pl.Float64, "low": pl.Float64, "high": pl.Float64, "limit": pl.Float64, "kept": pl.Boolean,
+        "ours": pl.List(pl.Float64), "yardstick": pl.List(pl.Float64), "problem": pl.String,
+        "date": pl.String, "cpu": pl.String, "cores": pl.Int64, "threads": pl.Int64, "torch": pl.String,
+        "python": pl.String, "commit": pl.String,
+    }
+)  # fmt: skip
+
+
+def registry(kinds: Sequence[str]) -> dict[str, tuple[str, Bench]]:
+    """Every benchmark by name, with its kind."""
+    return {bench.name: (kind, bench) for kind in kinds for bench in import_module(kind).BENCHES}
+
+
+def chosen(names: Sequence[str], known: dict[str, tuple[str, Bench]]) -> list[str]:
+    for name in names:
+        if name not in known and name not in {kind for kind, _ in known.values()}:
+            sys.exit(f"{name} is no benchmark, nor a kind of them: fcl bench --list")
+    return [name for name, (kind, _) in known.items() if not names or name in names or kind in names]
+
+
+def measure(bench: Bench, turns: int | None) -> None:
+    """In this process; the rows go to standard output as JSON, each on a line."""
+    import torch
+
+    from fclmodels.federation import malloc
+
+    malloc.tune()
+    torch.set_num_threads(1)
+    for row in bench.measure(turns or bench.turns):
+        print(json.dumps(asdict(row)), flush=True)
+
+
+def measured(name: str, kind: str, turns: int | None) -> list[dict[str, Any]]:
+    """The same in a process of its own, as rows of the table; what went wrong is a row too."""
+    command = [sys.executable, __file__, "--measure", name, *(["--turns", str(turns)] if turns else [])]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        ended = subprocess.CompletedProcess(command, 1, "", f"it took more than {MOST_SECONDS} s")
+    rows = [told(Row(**json.loads(line))) for line in ended.stdout.splitlines() if line.startswith("{")]
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"]
+        rows.append({"row": name, "problem": lines[-1]})
+    facts = {"date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "threads": 1, **machine()}
+    return table({"benchmark": name, "kind": kind, **row, **facts} for row in rows).to_dicts()
+
+
+def told(row: Row) -> dict[str, Any]:
+    low, high = row.spread
+    facts = asdict(row)
+    return {"row": facts.pop("name"), **facts, "ratio": row.ratio, "low": low, "high": high, "kept": row.kept}
+
+
+def table(rows: Iterable[dict[str, Any]]) -> pl.DataFrame:
+    return pl.DataFrame([{name: row.get(name) for name in SCHEMA} for row in rows], schema=SCHEMA)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table as Markdown."""
+    if row["problem"] is not None:
+        return f"| {row['row']} | | | | | | {row['problem']} |"
+    verdict = "" if row["limit"] is None else f"{row['limit']:.2f}{'' if row['kept'] else ', missed'}"
+    medians = " | ".join(f"{pl.Series(row[side]).median():.3g}" for side in ("ours", "yardstick"))
+    spread = f"{row['low']:.3f}-{row['high']:.3f}"
+    return f"| {row['row']} | {row['ratio']:.3f} | {spread} | {verdict} | {medians} {row['unit']} | {row['what']} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAMES", help="benchmarks or kinds [default: all]")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--peers", action="store_true", help="other frameworks too, each in an environment of its own")
+    parser.add_argument("--turns", type=int, help="of each side [default: each benchmark's]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the Parquet file [default: a new one in results]")
+    parser.add_argument("--list", action="store_true", help="only tell the names")
+    parser.add_argument("--measure", metavar="NAME", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    known = registry([*KINDS, *[PEERS] * (given.peers or given.measure is not None)])
+    if given.measure:
+        return measure(known[given.measure][1], given.turns)
+    names = chosen(given.names, known)
+    if given.list:
+        return print("\n".join(f"{known[name][0]:<12}{name}" for name in names))
+    out = given.out or RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.parquet"
+    rows = pl.read_parquet(out).to_dicts() if out.exists() else []
+    done = {row["benchmark"] for row in rows} - {row["benchmark"] for row in rows if row["problem"] is not None}
+    if not given.json:
+        print(HEADER, flush=True)
+    for name in names:
+        if name not in done:
+            rows = [row for row in rows if row["benchmark"] != name] + measured(name, known[name][0], given.turns)
+            write(table(rows), out)
+        if not given.json:
+            print("\n".join(line(row) for row in rows if row["benchmark"] == name), flush=True)
+    if given.json:
+        print(json.dumps([row for row in rows if row["benchmark"] in names]))
+    print(out, file=sys.stderr)
+    return None
+
+
+def write(content: pl.DataFrame, out: Path) -> None:
+    """Whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    content.write_parquet(partial)
+    partial.replace(out)
+
+
+if __name__ == "__main__":
+    main()
