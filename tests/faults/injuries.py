@@ -169,7 +169,7 @@ def full_disk(scene: Scene) -> str:
     folder = scene.workshop.root / f"disk-{scene.project.folder.name}"
     scene.mended.enter_context(mounted(folder, "-t", "tmpfs", "-o", "size=256m", "fcl"))
     scene.project = scene.workshop.project(scene.method, folder)
-    left, filler = scene.chance.randrange(600_000), folder / "filler"
+    left, filler = scene.chance.randrange(400_000), folder / "filler"
     filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - left)))
     command = scene.project.run()
     code = command.end()

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="how many to inject")
     parser.add_argument("--seed", type=int, default=0, help="of what is injected, where and when")
     parser.add_argument("--kinds", default="", help="only those that hold this text")
-    parser.add_argument("--only", type=int, help="only the fault of this number")
+    parser.add_argument("--only", type=int, nargs="+", help="only the faults of these numbers")
     parser.add_argument("--json", type=Path, help="write what became of each fault there")
     options = parser.parse_args()
     if NAMESPACE not in os.environ:
@@ -61,7 +61,7 @@ def inject(root: Path, options: argparse.Namespace) -> list[dict[str, str]]:
     try:
         workshop.open()
         for number, kind in enumerate(drawn(kinds, options.faults, options.seed)):
-            if options.only in (None, number):
+            if options.only is None or number in options.only:
                 outcomes.append(
                     one(workshop, kind, random.Random(f"{options.seed} {number}")) | {"number": str(number)}
                 )
