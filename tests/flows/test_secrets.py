@@ -58,10 +58,9 @@ def test_no_secret_is_written_or_said(
     """A whole run, on the project's own Prefect server with a password; and runs whose store does not answer."""
     (tmp_path / "params.yaml").write_text(SETTINGS)
     tool(tmp_path, "fcl", "-v", "run", "--method", "fedavg", **SECRETS)
-    tool(tmp_path, "fcl", "report", "runs/fedavg-0", **SECRETS)
     settings = tmp_path / "elsewhere.yaml"
     settings.write_text(f"{SETTINGS}tracking: {{uri: 'postgresql://ann:{MARK}@127.0.0.1:9/x'}}\n")
-    for command in (["run", "--method", "fedprox"], ["doctor"], ["compare", "--from-mlflow"]):
+    for command in (["run", "--method", "fedprox"], ["doctor"]):
         assert start(tmp_path, "fcl", *command, "--params", settings.name, **SECRETS).wait(200) is not None
     settings.unlink()
     assert (tmp_path / ".fcl" / "prefect" / "prefect.db").exists()
