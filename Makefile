@@ -15,7 +15,7 @@ export DVC_NO_ANALYTICS := 1
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.fcl/dvc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo ui report docs test test-slow test-all lint bench clean
+.PHONY: help setup demo ui report docs test test-slow test-all lint audit lock bench clean
 .NOTPARALLEL:
 
 help:  ## what can be made
@@ -51,6 +51,19 @@ lint: $(READY) docs  ## ruff, mypy, the import contracts, and the site's links
 	mypy
 	lint-imports
 
+# CVE-2025-69872: DVC's cache pickles into folders that are the user's own (SECURITY.md); no version without it.
+audit: .fcl/audit/.ready  ## known holes of the pinned packages, by pip-audit (wants the network)
+	.fcl/audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt --ignore-vuln CVE-2025-69872
+
+lock: .fcl/audit/.ready  ## requirements.lock anew from constraints.txt: a hash of each file of each version
+	.fcl/audit/bin/uv pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate \
+		--no-emit-package torch --python-version 3.11.7 constraints.txt --output-file requirements.lock
+
+.fcl/audit/.ready: Makefile
+	$(PYTHON) -m venv .fcl/audit
+	.fcl/audit/bin/pip install --quiet pip-audit==2.10.1 uv==0.13.8
+	@touch $@
+
 bench: $(READY)  ## every benchmark as a ratio to its yardstick: a quarter of an hour, alone on the machine
 	fcl bench
 
@@ -58,9 +71,10 @@ clean:  ## caches and build files; data, runs and .venv stay
 	rm -rf .fcl build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements.lock
 	@test -n '$(PYTHON)' || { echo 'fclflow needs Python 3.11 or newer with its venv module; none was found.' >&2; exit 1; }
 	@echo 'Setting up $(VENV) with $(PYTHON): about two minutes, once.'
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --use-pep517 --require-hashes --no-deps -r requirements.lock
 	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,text,dev]'
 	@touch $@

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,9 +31,14 @@ class Place:
     text: str
 
 
+def without_passwords(text: str) -> str:
+    """A text whose addresses (scheme://user:password@host) have lost their passwords."""
+    return re.sub(r"(://[^\s/@:]*):[^\s]*@", r"\1:***@", text)
+
+
 def shown(value: Any) -> str:
-    """A value in an error line: as JSON, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False)
+    """A value in an error line: as JSON without passwords, cut where it is long."""
+    text = without_passwords(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

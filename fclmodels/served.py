@@ -5,19 +5,18 @@ models of earlier tasks, where each has its own); serving.json names classes, ta
 what a person should know.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from pydantic import BaseModel, FiniteFloat, PositiveFloat
 from torch import Tensor
 
 from fclmodels import state
 from fclmodels.backbones.batch_norm import drop_statistics
-from fclmodels.backbones.network import Network, skeleton
+from fclmodels.backbones.network import Network, backbone_shapes, skeleton
 from fclmodels.backbones.norms import depends_on_batch
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.augment import as_inputs
@@ -26,6 +25,7 @@ from fclmodels.data.decoding import decode
 from fclmodels.errors import UserError
 from fclmodels.federation.prediction import Columns
 from fclmodels.federation.server import Server
+from fclmodels.foreign import checked, open_image, read_json
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.methods.base import Method
 from fclmodels.numerics.relevance import Router, relevance
@@ -65,19 +65,44 @@ def write(method: Method, server: Server, folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+class _TaskFacts(BaseModel):
+    name: str
+    permutation: int | None
+
+
+class _Facts(BaseModel):
+    """What serving.json says, as far as answers need it."""
+
+    classes: list[str]
+    tasks: list[_TaskFacts]
+    mean: list[FiniteFloat]
+    std: list[PositiveFloat]
+    notes: list[str]
+
+
 class Model:
     """A model folder, ready to answer."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            facts = json.loads((folder / "serving.json").read_text())
-            self.spec = ModelSpec.from_json(json.loads((folder / "spec.json").read_text()))
+            self._open(folder)
         except FileNotFoundError as problem:
             raise UserError(f"{folder}: no model of a run here ({Path(problem.filename).name} is missing).") from None
-        self.classes: list[str] = facts["classes"]
-        self.tasks: list[Row] = facts["tasks"]
-        self.notes: list[str] = facts["notes"]
-        self.mean, self.std = facts["mean"], facts["std"]
+        except Exception as problem:  # files that do not fit each other can raise nearly anything
+            if isinstance(problem, UserError):
+                raise
+            reason = str(problem).strip().partition("\n")[0]
+            raise UserError(
+                f"{folder} holds no model that can be read ({reason}). Make it again: fcl run."
+            ) from problem
+
+    def _open(self, folder: Path) -> None:
+        facts = checked(_Facts, read_json(folder / "serving.json"))
+        self.spec = ModelSpec.from_json(read_json(folder / "spec.json"))
+        self.classes, self.notes, self.mean, self.std = facts.classes, facts.notes, facts.mean, facts.std
+        self.tasks: list[Row] = [task.model_dump() for task in facts.tasks]
+        if len(self.tasks) != len(self.spec.tasks) or len(self.classes) < self.spec.seen:
+            raise ValueError("serving.json and spec.json have other tasks or classes")
         earlier, router = folder / "earlier.safetensors", folder / "router.safetensors"
         before = state.load(earlier)["models"] if earlier.exists() else []
         weights = [*before, state.load(folder / "weights.safetensors")]
@@ -102,7 +127,9 @@ class Model:
     def as_sample(self, numbers: Any) -> np.ndarray:
         """A nested list as a sample, where each number is one that its type holds."""
         array, dtype = np.asarray(numbers), kind_of(self.shape).dtype
-        if (array != (typed := array.astype(dtype))).any():
+        with np.errstate(invalid="ignore"):  # what no number of the type is, is another one then
+            typed = array.astype(dtype)
+        if (array != typed).any():
             raise ValueError(f"its numbers are not all of {dtype}")
         return typed
 
@@ -165,6 +192,9 @@ class Model:
 
 
 def _network(spec: ModelSpec, weights: dict[str, Tensor]) -> Network:
+    wanted = backbone_shapes(spec)  # may be more than there is memory for: what there is has to fit them first
+    if other := [name for name, tensor in weights.items() if wanted.get(name, tensor.shape) != tensor.shape]:
+        raise ValueError(f"{other[0]} does not fit spec.json")
     network = skeleton(spec)
     if not any(name.endswith("running_mean") for name in weights):
         drop_statistics(network)
@@ -179,7 +209,7 @@ def _first_tasks(spec: ModelSpec, count: int) -> ModelSpec:
 def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     channels, height, width = shape
     try:
-        with Image.open(file) as image:
+        with open_image(file) as image:
             return decode(image, (width, height), channels)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file.") from None

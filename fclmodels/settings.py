@@ -17,8 +17,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
+
+from fclmodels.errors import without_passwords
 
 
 class Settings(BaseModel):
@@ -377,6 +380,14 @@ class PresetSettings(Settings):
 class TrackingSettings(Settings):
     uri: str = Field("sqlite:///mlflow.db", description="MLflow's store or server")
     experiment: str | None = Field(None, description="MLflow experiment; null: named after source and stream")
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password_of_a_server(cls, uri: str) -> str:
+        """MLflow tells a server's whole address whenever something is wrong; of databases it hides the password."""
+        if uri.startswith("http") and without_passwords(uri) != uri:
+            raise ValueError("leave the password out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.")
+        return uri
 
 
 class Params(Settings):

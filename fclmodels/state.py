@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fclmodels.errors import UserError
+from fclmodels.foreign import read_json
 
 Tree = Any
 FORMAT = 1
@@ -105,12 +106,12 @@ def _read(path: Path, device: torch.device | str, leaf: Callable[[Any, str], Any
         with safe_open(path, framework="pt", device=str(device)) as file:
             content = json.loads((file.metadata() or {})["fclflow"])
             if content["format"] != FORMAT:
-                raise UserError(
-                    f"{path}: format {content['format']}, this version reads {FORMAT}. Delete it to have it made again."
-                )
+                found = f"format {content['format']!a}, this version reads {FORMAT}"
+                raise UserError(f"{path}: {found}. Delete it to have it made again.")
             return unflatten(content["tree"], lambda name: leaf(file, name))
     except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, RecursionError, OSError) as problem:
-        raise UserError(f"{path} cannot be read ({problem}). Delete it to have it made again.") from problem
+        reason = " ".join(str(problem).split())
+        raise UserError(f"{path} cannot be read ({reason}). Delete it to have it made again.") from problem
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """What write_sealed wrote; ValueError where it is something else."""
-    content = json.loads(path.read_text())
+    content = read_json(path)
     if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
         raise ValueError("changed or cut short")
     return content

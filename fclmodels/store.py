@@ -5,6 +5,7 @@ Trees are kept as safetensors, tables as Parquet. What is read is checked agains
 
 import hashlib
 import io
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.state import Tree
 
+DIGEST = re.compile("[0-9a-f]{64}")
 _REMEDY = "Delete it and run the same command again: it is made anew."
 
 
@@ -75,7 +77,7 @@ class Store:
         try:
             outcome = state.read_sealed(path)
             return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
-        except (ValueError, LookupError, TypeError) as problem:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem
 
     def forget(self, digests: Iterable[str]) -> list[str]:
@@ -99,6 +101,8 @@ class Store:
         return self.path(digest).exists()
 
     def path(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!a} is no digest")
         return self.root / digest[:2] / digest
 
     def _existing(self, digest: str) -> Path:

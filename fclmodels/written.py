@@ -17,12 +17,13 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from fclmodels.errors import Place, UserError, shown, unprintable
+from fclmodels.errors import Place, UserError, shown, unprintable, without_passwords
 
 Keys = tuple[str, ...]
 
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 200_000, 10_000, 20  # no settings file comes near
 BASES = {"0o": 8, "0x": 16}
+SECRETS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
 TAG = "tag:yaml.org,2002:"
 SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {  # YAML 1.2's core schema
     "null": (r"~|null|Null|NULL|", lambda text: None),
@@ -75,7 +76,11 @@ class Written:
 
     def override(self, number: int, text: str) -> None:
         """One `a.b=value` over what is written so far; the value is read as YAML."""
-        place = Place(True, number, f"--set {text}")
+        place = Place(True, number, f"--set {without_passwords(text)}")
+        if without_passwords(text) != text:  # it would stand in the list of processes, and in Prefect's pages
+            raise UserError(
+                f"{place.text}: no place for a password. Write it into {self.file}, or set it as {SECRETS}."
+            )
         path, _, value = text.partition("=")
         keys = tuple(path.strip().split("."))
         if unprintable(text) or not all(keys) or len(keys) > MAX_DEPTH or not value.strip():

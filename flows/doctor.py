@@ -1,16 +1,20 @@
 """What `fcl doctor` looks at: the machine, the versions, and whether the servers and the disk are there."""
 
+import ipaddress
 import os
 import platform
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from fclmodels.errors import without_passwords
 from fclmodels.federation import malloc
 from flows import environment, servers
 
 SCIENCE = ("torch", "torchvision", "numpy", "polars", "pydantic", "safetensors")
+MLFLOW_PAGE = "api/2.0/mlflow/experiments/search?max_results=1"
 WORKFLOW = ("prefect", "fastapi", "mlflow", "dvc")
 
 
@@ -33,7 +37,8 @@ def findings(tracking_uri: str) -> Iterator[dict[str, str]]:
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     yield found("disk", f"{free:.1f} GB free", free > 1)
     yield found("Prefect server", *_prefect())
-    yield found("MLflow store", tracking_uri)
+    yield found("MLflow store", without_passwords(tracking_uri))
+    yield from _open({os.environ.get("PREFECT_API_URL", ""): "admin/version", tracking_uri: MLFLOW_PAGE})
 
 
 def found(what: str, value: str, well: bool = True) -> dict[str, str]:
@@ -45,6 +50,31 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _open(pages: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The servers that other machines reach, and that show a page to whoever asks."""
+    for url, page in pages.items():
+        if url.startswith("http") and _exposed(url) and servers.status(url, page) == 200:
+            told = f"{without_passwords(url)} answers other machines without a password: see docs/deploy.md"
+            yield {"what": "open server", "found": told, "state": "WARNING"}
+
+
+def _exposed(url: str) -> bool:
+    """Whether an address leads to another machine, or to a port on which this one listens to all."""
+    address = urlsplit(url)
+    try:
+        return not ipaddress.ip_address(address.hostname or "").is_loopback or _listens_to_all(address.port or 80)
+    except ValueError:
+        return address.hostname != "localhost" or _listens_to_all(address.port or 80)
+
+
+def _listens_to_all(port: int) -> bool:
+    """As Linux has it: 0A is the state of a socket that listens, 00... the address of all interfaces."""
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
+    sockets = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    local = [socket[1].split(":") for socket in sockets if socket[3] == "0A"]
+    return any(int(at, 16) == port and not int(address, 16) for address, at in local)
 
 
 def _torchvision() -> tuple[str, bool]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, without_passwords
+from fclmodels.foreign import inside
 from flows import environment
 
 if TYPE_CHECKING:
@@ -26,18 +27,20 @@ def run_folders(uri: str, wanted: Sequence[str]) -> list[Path]:
     client, folders = MlflowClient(uri), []
     with asked(uri):
         for run in dict.fromkeys(_ids(client, wanted)):
-            folder = environment.HOME / "mlflow" / run
+            folder = inside(environment.HOME / "mlflow", run)
             names = [file.path for file in client.list_artifacts(run) if file.path.endswith((RESULT, ".parquet"))]
             if RESULT not in names:  # of something else than an experiment, such as pretraining
                 continue
             for name in sorted(names, key=lambda name: name == RESULT):  # the result last: with it a folder is whole
+                inside(folder, name)
                 if not (folder / RESULT).exists():
                     mlflow.artifacts.download_artifacts(
                         run_id=run, artifact_path=name, dst_path=str(folder), tracking_uri=uri
                     )
             folders.append(folder)
     if not folders:
-        raise UserError(f"{uri} holds no finished run{' of ' + ', '.join(wanted) if wanted else ''}. See: fcl ui")
+        of = " of " + ", ".join(wanted) if wanted else ""
+        raise UserError(f"{without_passwords(uri)} holds no finished run{of}. See: fcl ui")
     return folders
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from PIL import Image
-
 from fclmodels.data.decoding import GREY
 from fclmodels.data.sources.image_folder import folders_in, images_in, official_splits
 from fclmodels.errors import UserError
+from fclmodels.foreign import open_image
 from fclmodels.params import load
 
 LOOKED_AT = 200  # images that are opened, from all over the folder
@@ -160,7 +159,7 @@ def _opened(files: list[str]) -> tuple[list[int], int, int]:
     sides, grey, unreadable = [], 0, 0
     for file in files:
         try:
-            with Image.open(file) as image:
+            with open_image(file) as image:
                 sides.append(min(image.size))
                 grey += image.mode in GREY
         except Exception:  # on a damaged file a decoder may raise anything

@@ -23,10 +23,10 @@ def serve(tracking_uri: str, port: int) -> None:
 
     prefect = servers.connect(environment.HOME)
     port = port or servers.free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with open(environment.HOME / LOG, "wb") as output:
-        quiet = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        # The address of a database may hold a password, which everybody would see in a list of processes.
+        quiet = {**os.environ, "MLFLOW_BACKEND_STORE_URI": tracking_uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         server = subprocess.Popen(
             command, env=quiet, stdout=output, stderr=output, start_new_session=True, preexec_fn=_end_with_parent
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, without_passwords
 from fclmodels.served import Model
 from flows import environment
 
@@ -36,4 +36,4 @@ def _downloaded(name: str, tracking_uri: str) -> Path:
         return Path(mlflow.artifacts.download_artifacts(name)) / "artifacts" / "model"
     except MlflowException as problem:
         reason = str(problem).partition("\n")[0]
-        raise UserError(f"{name} cannot be had from {tracking_uri}: {reason}") from problem
+        raise UserError(without_passwords(f"{name} cannot be had from {tracking_uri}: {reason}")) from problem

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 IDLE = float(os.environ.get("FCL_SERVER_IDLE_SECONDS", "60"))
 START_TIMEOUT = 120.0
 RESTARTS = 3
+CREDENTIALS = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")
 
 _leases: list[IO[bytes]] = []  # open for as long as this process lives
 
@@ -61,6 +63,8 @@ def wait(url: str, home: Path, timeout: float = START_TIMEOUT) -> None:
         if running(home) != url or time.monotonic() > end:
             raise _no_answer(url, home)
         time.sleep(0.05)
+    if not any(os.environ.get(name) for name in CREDENTIALS) and status(url, "admin/version") == 401:
+        raise _user_error(f"PREFECT_API_URL: the server at {url} wants a password. Set {CREDENTIALS[0]}.")
 
 
 def keep_up(home: Path, if_dead: Callable[[], None]) -> None:
@@ -81,15 +85,19 @@ def keep_up(home: Path, if_dead: Callable[[], None]) -> None:
 
 
 def healthy(url: str) -> bool:
-    scheme, _, rest = url.partition("://")
-    host, _, path = rest.partition("/")
-    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    return status(url, "health") == 200
+
+
+def status(url: str, page: str) -> int | None:
+    """With what a server answers to a request without credentials, None where it does not."""
+    address = urlsplit(url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     try:
-        connection = kind(host, timeout=5)
-        connection.request("GET", f"/{path}/health".replace("//", "/"))
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        connection = kind(address.hostname or "", address.port, timeout=5)
+        connection.request("GET", f"{address.path.rstrip('/')}/{page}")
+        return connection.getresponse().status
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
 
 
 def free_port() -> int:
@@ -98,13 +106,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _no_answer(url: str, home: Path) -> Exception:
+def _user_error(text: str) -> Exception:
     from fclmodels.errors import UserError  # not above: the server itself runs this file without the packages
 
+    return UserError(text)
+
+
+def _no_answer(url: str, home: Path) -> Exception:
     known = home / "prefect" / "server.json"
     if known.exists() and json.loads(known.read_text())["url"] == url:
-        return UserError(f"The Prefect server at {url} did not come up. Its log: {known.with_name('server.log')}")
-    return UserError(f"PREFECT_API_URL: no Prefect server answers at {url}. Start it, or unset the variable.")
+        return _user_error(f"The Prefect server at {url} did not come up. Its log: {known.with_name('server.log')}")
+    return _user_error(f"PREFECT_API_URL: no Prefect server answers at {url}. Start it, or unset the variable.")
 
 
 def _take_lease(folder: Path) -> None:

@@ -3,7 +3,6 @@
 And of the stream that goes on: what it is at, which versions are champion and challenger, what has arrived.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from fclmodels.data.incoming import MARKER, arrived, not_taken
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment
 from fclmodels.params import flat, load
+from fclmodels.report.runs import result_of
 from fclmodels.settings import Params
 from flows.environment import HOME
 from flows.stream import known_by
@@ -97,13 +97,13 @@ def _of_run(params: Params, method: str, seed: int, folder: Path, splits: Path) 
         return _row("running", None, steps)
     if not (folder / "result.json").is_file():
         return _row("stopped" if done else "not begun", None, steps)
-    result = json.loads((folder / "result.json").read_text())
-    if result["digests"]["state"] == state and done == 2 + 3 * experiment.tasks:
+    result = result_of(folder / "result.json")
+    if result.digests.get("state") == state and done == 2 + 3 * experiment.tasks:
         return _row("done", None, steps)
-    mine, its = flat(experiment.settings), flat(result["settings"])
+    mine, its = flat(experiment.settings), flat(result.settings)
     differs = [name for name in {**its, **mine} if mine.get(name) != its.get(name) and name not in CHOSEN]
     if not differs:
-        same = result["digests"]["splits"] == experiment.splits.digest
+        same = result.digests.get("splits") == experiment.splits.digest
         differs = ["code, or what it needs is no longer in .fcl/store" if same else "splits"]
     return _row("stale", ", ".join(differs[:NAMED]), steps)
 

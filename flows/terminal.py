@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fclmodels.errors import without_passwords
+
 Row = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def show_json(content: Any) -> None:
 
 def tell(text: str, quiet: bool = False) -> None:
     if not quiet:
-        print(text, file=sys.stderr)
+        print(without_passwords(text), file=sys.stderr)
 
 
 def percent(value: float | None, spread: float | None = None) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import pandas as pd
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
 from fclmodels.errors import UserError
@@ -25,10 +26,18 @@ class Served(PythonModel):
     def predict(
         self, context: PythonModelContext | None, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        samples = [self._sample(given) for given in model_input["image"]]
-        rows = self.model.answer(np.stack(samples), (params or {}).get("task") or None)
+        try:
+            rows = self._rows(list(model_input["image"]), (params or {}).get("task") or None)
+        except UserError as mistake:  # what MLflow tells whoever asked; of others it tells where in the code they arose
+            raise MlflowException.invalid_parameter_value(str(mistake)) from None
         # Objects, so that a task that is not known is null in JSON.
         return pd.DataFrame(rows, dtype=object)
+
+    def _rows(self, images: list[Any], task: int | None) -> list[dict[str, Any]]:
+        samples = [self._sample(given) for given in images]
+        if any(sample.shape != self.model.shape for sample in samples):
+            raise UserError(f"image: not of the shape {list(self.model.shape)}.")
+        return self.model.answer(np.stack(samples), task) if samples else []
 
     def _sample(self, given: Any) -> np.ndarray:
         if isinstance(given, str | Path):

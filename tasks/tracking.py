@@ -22,6 +22,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from fclmodels.errors import without_passwords
 from fclmodels.experiment import Experiment, Stage, digest_of
 from fclmodels.report import words
 from fclmodels.settings import TrackingSettings
@@ -106,7 +107,7 @@ class Tracking:
 
     def _log_failure(self, problem: BaseException) -> None:
         with suppress(*UNREACHED):  # what is told is the problem
-            self.client.set_tag(self.id, ERROR, f"{type(problem).__name__}: {problem}"[:5000])
+            self.client.set_tag(self.id, ERROR, without_passwords(f"{type(problem).__name__}: {problem}")[:5000])
             self.client.set_terminated(self.id, "FAILED" if isinstance(problem, Exception) else "KILLED")
 
     def _log(self, learned: int, metrics: list[Metric]) -> None:

@@ -9,7 +9,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, without_passwords
 
 ARTIFACTS = Path("mlartifacts")
 UNREACHED = (MlflowException, SQLAlchemyError, OSError)
@@ -21,7 +21,7 @@ def asked(uri: str) -> Iterator[None]:
     try:
         yield
     except UNREACHED as problem:
-        raise UserError(f"tracking.uri: {uri} cannot be used: {reason(problem)}") from problem
+        raise UserError(without_passwords(f"tracking.uri: {uri} cannot be used: {reason(problem)}")) from problem
 
 
 def reason(problem: Exception) -> str:

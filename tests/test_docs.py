@@ -19,10 +19,11 @@ from typer.main import get_command
 from fclmodels import params as reading
 from fclmodels.explain import explain
 from fclmodels.plugins import all_of
+from fclmodels.trial import about
 from flows.cli import app
 
 ROOT = Path(__file__).parents[1]
-TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md"]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench/README.md")]
 PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = ("flows", "tasks", "fclmodels", "tests", "bench", "docs", "presets", "pretrain")
@@ -139,6 +140,30 @@ def test_the_readme_names_every_method() -> None:
     table = (ROOT / "README.md").read_text().partition("## Methods\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == set(METHODS)
+
+
+def rows_of_the_threat_model() -> dict[str, str]:
+    """What SECURITY.md says that each method's clients send."""
+    text = (
+        (ROOT / "SECURITY.md").read_text().partition("## What each method tells the server\n")[2].partition("\n## ")[0]
+    )
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    return {name: f"{line[2]} {line[3]}" for line in lines for name in re.findall(r"`([\w-]+)`", line[1])}
+
+
+def test_the_threat_model_names_every_method() -> None:
+    assert set(rows_of_the_threat_model()) == set(METHODS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fot", "fedprotip", "stamp", "pip-dualp"])
+def test_the_threat_model_has_the_parts_that_a_method_declares(name: str) -> None:
+    (found,) = about([name])
+    sent = [part for way, parts in found["traffic"].items() if way.startswith("sends") for part in parts]
+    row = rows_of_the_threat_model()[name]
+    for part in sent:
+        (told,) = re.findall(rf"\b{part['part']}(?: \(([^)]*)\))?", row)
+        assert ("each" in told) == (part["least"] == "each"), part
 
 
 @pytest.fixture(scope="module")

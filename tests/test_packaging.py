@@ -1,6 +1,7 @@
 """The ranges, the pins and the wheel belong together, and a bare machine gets one clear line."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,13 @@ def brought_by(requirements: Iterable[Requirement]) -> set[str]:
 @pytest.mark.parametrize("requirement", ALL, ids=str)
 def test_every_requirement_is_pinned_inside_its_range(requirement: Requirement) -> None:
     assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
+
+
+def test_the_lock_has_a_hash_of_every_pinned_package_but_torch() -> None:
+    """torch's file differs from index to index: of a GPU, of none."""
+    entries = (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines()
+    locked = dict(re.fullmatch(r"(\S+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64})+", line).groups() for line in entries)
+    assert locked == {canonicalize_name(name): version for name, version in PINS.items() if name != "torch"}
 
 
 def test_everything_that_the_requirements_bring_is_pinned() -> None:
@@ -99,7 +107,7 @@ def test_the_science_and_the_command_need_no_extra() -> None:
 
 
 def test_without_python_make_says_so_in_one_line(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     make = shutil.which("make")
     assert make

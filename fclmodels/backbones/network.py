@@ -77,7 +77,18 @@ def blocks(spec: ModelSpec, network: Network, setting: str) -> tuple[str, ...]:
     return tuple(spec.settings.get(setting, ()))
 
 
+def backbone_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """The shape of each tensor of a network's backbone; none is made."""
+    with torch.device("meta"):
+        return {f"backbone.{name}": tensor.shape for name, tensor in _backbone(spec, seed=0).state_dict().items()}
+
+
 def _assemble(spec: ModelSpec, seed: int) -> Network:
+    backbone = _backbone(spec, seed)
+    return Network(spec, backbone, HEADS[spec.head](spec, backbone.features, seed))
+
+
+def _backbone(spec: ModelSpec, seed: int) -> FeatureNet:
     plugin = find("backbone", spec.settings["backbone"])
     kind = plugin(plugin.Settings(**spec.settings))
     if kind_of(spec.shape) is not kind.reads:
@@ -88,4 +99,4 @@ def _assemble(spec: ModelSpec, seed: int) -> Network:
         backbone = kind.build(spec.shape)
         if spec.adapter is not None:
             backbone = adapt(backbone, spec.adapter, len(spec.tasks))
-    return Network(spec, backbone, HEADS[spec.head](spec, backbone.features, seed))
+    return backbone

@@ -51,7 +51,7 @@ class ModelSpec:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ModelSpec":
         if value["format"] != FORMAT:
-            raise ValueError(f"a model spec of format {value['format']}; this version reads {FORMAT}")
+            raise ValueError(f"a model spec of format {value['format']!a}; this version reads {FORMAT}")
         tasks = tuple(tuple(task) for task in value["tasks"])
         return cls(dict(value["settings"]), tuple(value["shape"]), value["head"], tasks, value.get("adapter"))
 

@@ -49,7 +49,7 @@ class Transformer(Backbone):
         if not (folder / "config.json").is_file():
             raise UserError(f"model.folder: {folder} holds no config.json. Name the folder of an encoder.")
         try:
-            config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if config.is_encoder_decoder:
                 raise ValueError(f"{config.model_type} is an encoder with a decoder")
             return library.AutoModel.from_config(config, dtype=float32)

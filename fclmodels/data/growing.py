@@ -10,13 +10,14 @@ from longer ones: some methods ask which tasks there are.
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -25,16 +26,18 @@ from numpy.lib.format import open_memmap
 from fclmodels.data.incoming import Arrived
 from fclmodels.data.partitions.base import Partition
 from fclmodels.data.prepare import Prepared, prepare
-from fclmodels.data.split import SCHEMA, split
-from fclmodels.data.splits import content_digest
+from fclmodels.data.split import split
+from fclmodels.data.splits import SCHEMA, UNREADABLE, content_digest, read
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
+from fclmodels.foreign import read_json
 from fclmodels.kinds import kind_of
 from fclmodels.randomness import seed_of
 from fclmodels.settings import ImageSettings
 from fclmodels.state import write_json
 
 NOTE = "arrival.json"
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,18 @@ class Part:
     number: int
     name: str
 
-    @cached_property
+    @property
     def facts(self) -> dict[str, Any]:
         """What stream.json says."""
-        return json.loads((self.folder / "stream.json").read_text())
+        return self._splits[0]
+
+    @property
+    def manifest(self) -> pl.DataFrame:
+        return self._splits[1]
 
     @cached_property
-    def manifest(self) -> pl.DataFrame:
-        return pl.read_parquet(self.folder / "manifest.parquet")
+    def _splits(self) -> tuple[dict[str, Any], pl.DataFrame]:
+        return self._whole(read)
 
     @cached_property
     def prepared(self) -> Prepared:
@@ -60,7 +67,19 @@ class Part:
 
     @property
     def came_at(self) -> int:
-        return json.loads((self.folder / NOTE).read_text())["at"]
+        at = self._whole(lambda folder: read_json(folder / NOTE)["at"])
+        if type(at) is not int:
+            raise UserError(f"{self.folder / NOTE} says no time. Get it back as it was: dvc checkout.")
+        return at
+
+    def _whole(self, reader: Callable[[Path], Content]) -> Content:
+        try:
+            return reader(self.folder)
+        except UNREADABLE as problem:
+            reason = str(problem).partition("\n")[0]
+            raise UserError(
+                f"{self.folder} cannot be read ({reason}). Get it back as it was: dvc checkout."
+            ) from problem
 
 
 class GrowingStream:
@@ -70,7 +89,7 @@ class GrowingStream:
     @property
     def parts(self) -> list[Part]:
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(map(_part, (f for f in folders if f.name[0].isdigit())), key=lambda part: part.number)
+        return sorted(map(_part, (f for f in folders if re.match("[0-9]+-", f.name))), key=lambda part: part.number)
 
     def has(self, arrived: Arrived) -> bool:
         return (arrived.name, arrived.at) in ((part.name, part.came_at) for part in self.parts)

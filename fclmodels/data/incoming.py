@@ -12,6 +12,7 @@ from fclmodels.data.sources.base import Source
 from fclmodels.data.sources.image_folder import ImageFolder
 from fclmodels.data.sources.image_table import ImageTable
 from fclmodels.errors import UserError
+from fclmodels.foreign import inside
 from fclmodels.settings import ImageSettings
 from fclmodels.state import replacing
 
@@ -27,7 +28,10 @@ class Arrived:
     folder: Path
 
     def source(self, images: ImageSettings) -> Source:
-        """Its samples, to be decoded as these settings say."""
+        """Its samples, to be decoded as these settings say; no link may lead to other people's files."""
+        for path in self.folder.rglob("*"):
+            if path.is_symlink():
+                inside(self.folder, str(path.relative_to(self.folder)))
         tables = sorted(self.folder.glob("*.parquet"))
         if len(tables) > 1:
             raise UserError(f"{self.folder} holds {len(tables)} Parquet tables. Make one of them.")
@@ -60,4 +64,4 @@ def not_taken(incoming: Path) -> Iterator[tuple[Path, str | None]]:
 
 def _folders(incoming: Path) -> list[Path]:
     found = incoming.iterdir() if incoming.is_dir() else ()
-    return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))
+    return sorted(p for p in found if p.is_dir() and not p.is_symlink() and not p.name.startswith("."))

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Fault, Shape, commonest_shape, decode_all
 from fclmodels.data.sources.base import COLUMNS, Catalogue, Source
 from fclmodels.errors import UserError
+from fclmodels.foreign import read_array, read_table
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.settings import ImageSettings, SourceSettings
 
@@ -65,8 +66,8 @@ class Prepared:
         folder = Path(folder)
         meta = _read(folder / "meta.json", lambda path: Meta.model_validate_json(path.read_bytes()))
         file = folder / kind_of(meta.shape).file
-        array = _read(file, lambda path: np.load(path, mmap_mode="r"))
-        samples = _read(folder / "samples.parquet", pl.read_parquet)
+        array = _read(file, lambda path: read_array(path, "r"))
+        samples = _read(folder / "samples.parquet", read_table)
         if samples.schema != {"sample": pl.UInt32} | COLUMNS:
             raise UserError(f"{folder / 'samples.parquet'} has other columns: {', '.join(samples.columns)}. {AGAIN}")
         found, right = (array.dtype, array.shape), (kind_of(meta.shape).dtype, (len(samples), *meta.shape))
@@ -235,6 +236,6 @@ def _read(path: Path, reader: Callable[[Path], Content]) -> Content:
         return reader(path)
     except FileNotFoundError as problem:
         raise UserError(f"{path} is missing. {AGAIN}") from problem
-    except (OSError, EOFError, ValueError, pl.exceptions.PolarsError) as problem:
+    except (OSError, EOFError, ValueError) as problem:
         reason = " ".join(str(problem).split())
         raise UserError(f"{path} cannot be read ({reason}). {AGAIN}") from problem

@@ -20,7 +20,7 @@ from fclmodels.data.partitions.base import Partition
 from fclmodels.data.partitions.dealing import Given, deal
 from fclmodels.data.partitions.held_out import cut_test, cut_val, units_of
 from fclmodels.data.prepare import Prepared, prepare
-from fclmodels.data.splits import FORMAT, SPLITS, content_digest
+from fclmodels.data.splits import FORMAT, SCHEMA, SPLITS, content_digest
 from fclmodels.data.streams.base import Layout, Pool, Samples, Stream
 from fclmodels.errors import UserError
 from fclmodels.kinds import TEXTS, kind_of
@@ -28,16 +28,6 @@ from fclmodels.plugins import find
 from fclmodels.settings import Params
 
 FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
-SCHEMA = pl.Schema(
-    {
-        "sample": pl.UInt32,
-        "label": pl.Int32,
-        "domain": pl.Int16,
-        "task": pl.Int16,
-        "client": pl.Int32,
-        "split": pl.String,
-    }
-)
 
 
 def splits_of(params: Params, folder: Path) -> Path:

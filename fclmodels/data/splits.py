@@ -14,14 +14,27 @@ from typing import Literal
 import numpy as np
 import polars as pl
 import torch
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
+from fclmodels.foreign import checked, read_array, read_json, read_table
 from fclmodels.kinds import kind_of
 
 FORMAT = 1
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
 SPLITS = ("train", "val", "test")
+SCHEMA = pl.Schema(
+    {
+        "sample": pl.UInt32,
+        "label": pl.Int32,
+        "domain": pl.Int16,
+        "task": pl.Int16,
+        "client": pl.Int32,
+        "split": pl.String,
+    }
+)
 # What stream.json says besides what the digest covers.
 NOT_DIGESTED = ("digest", "prepared")
 
@@ -39,6 +52,29 @@ class Task:
         if self.classes_by_client is None or client is None:
             return self.classes
         return self.classes_by_client[client]
+
+
+class _TaskFacts(BaseModel):
+    name: str
+    classes: tuple[NonNegativeInt, ...]
+    permutation: int | None
+    classes_by_client: dict[str, tuple[NonNegativeInt, ...]] | None = None
+
+
+class _Facts(BaseModel):
+    """What stream.json must say."""
+
+    kind: str
+    head: Literal["growing", "per-task"]
+    tasks: tuple[_TaskFacts, ...]
+    classes: tuple[str, ...]
+    domains: tuple[str, ...]
+    clients: int
+    shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[PositiveFloat, ...]
+    prepared: str
+    prepared_digest: str
 
 
 @dataclass(frozen=True)
@@ -100,14 +136,9 @@ class Splits:
             if not file.exists():
                 raise UserError(f"{file} is missing. Make the splits first: fcl prepare && fcl partition.")
         try:
-            facts = json.loads((folder / "stream.json").read_text())
-            manifest = pl.read_parquet(folder / "manifest.parquet")
-            if facts["format"] != FORMAT:
-                raise ValueError(f"format {facts['format']}, this version reads {FORMAT}")
-            if facts["digest"] != content_digest(manifest, facts):
-                raise ValueError("the manifest and stream.json do not match their digest: changed or cut short")
+            facts, manifest = read(folder)
             return cls(folder, facts, manifest, _images(folder, facts, int(manifest["sample"].to_numpy().max())))
-        except (ValueError, LookupError, TypeError, pl.exceptions.PolarsError) as problem:
+        except UNREADABLE as problem:
             reason = str(problem).partition("\n")[0]
             raise UserError(f"{folder} cannot be read ({reason}). Make it again: fcl partition.") from problem
 
@@ -161,6 +192,32 @@ class Splits:
         return groups
 
 
+def read(folder: Path) -> tuple[dict, pl.DataFrame]:
+    """The facts and the manifest of a splits folder; one of UNREADABLE where they are not whole or do not fit."""
+    facts, manifest = read_json(folder / "stream.json"), read_table(folder / "manifest.parquet")
+    if facts["format"] != FORMAT:
+        raise ValueError(f"format {facts['format']!a}, this version reads {FORMAT}")
+    if facts["digest"] != content_digest(manifest, facts):
+        raise ValueError("the manifest and stream.json do not match their digest: changed or cut short")
+    refuse_unfit(manifest, facts)
+    return facts, manifest
+
+
+def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
+    """ValueError where rows are of no sample, class, task or client that there is, or facts are of another kind."""
+    if manifest.schema != SCHEMA or manifest.is_empty():
+        raise ValueError(f"the manifest has not the columns {', '.join(SCHEMA)}, or no rows")
+    known = checked(_Facts, facts)
+    counts = {name: len(getattr(known, name)) for name in ("classes", "domains", "tasks")}
+    limits = {"label": counts["classes"], "domain": counts["domains"], "task": counts["tasks"], "client": known.clients}
+    for name, limit in limits.items():
+        least = -1 if name == "client" else 0  # -1: everyone's
+        if not manifest[name].is_between(least, limit - 1).fill_null(False).all():
+            raise ValueError(f"the manifest has a {name} that is none of {limit}")
+    if any(label >= counts["classes"] for task in known.tasks for label in task.classes):
+        raise ValueError("a task has a class that there is not")
+
+
 def content_digest(manifest: pl.DataFrame, facts: dict) -> str:
     """SHA-256 of the manifest's values and the facts of stream.json, whatever their files' formats."""
     digested = {name: value for name, value in facts.items() if name not in NOT_DIGESTED}
@@ -187,11 +244,12 @@ def _images(folder: Path, facts: dict, last: int) -> Tensor:
     kind = kind_of(facts["shape"])
     path = folder / facts["prepared"] / kind.file
     try:
-        meta = json.loads((path.parent / "meta.json").read_text())
-        images = np.load(path, mmap_mode="c")
+        meta = read_json(path.parent / "meta.json")
+        images = read_array(path, "c")
         digest = meta["digest"]
-    except (OSError, ValueError, LookupError) as problem:
-        raise UserError(f"{path} cannot be read ({problem}). Make it again: fcl prepare.") from problem
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise UserError(f"{path} cannot be read ({reason}). Make it again: fcl prepare.") from problem
     if digest != facts["prepared_digest"]:
         raise UserError(f"{folder} was split from other data than {path.parent} holds. Make it again: fcl partition.")
     if images.dtype != kind.dtype or images.shape[1:] != tuple(facts["shape"]) or len(images) <= last:

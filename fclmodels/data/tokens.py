@@ -37,7 +37,7 @@ def _read(folder: Path) -> Any:
     if not folder.is_dir():
         raise UserError(f"data.tokenizer: {folder} is not a folder. Name the one that holds tokenizer.json.")
     try:
-        read = transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        read = transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise UserError(f"data.tokenizer: {folder} holds no tokenizer that can be read ({reason}).") from problem

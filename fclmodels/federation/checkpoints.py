@@ -12,14 +12,36 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, field_validator
+
 from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
+from fclmodels.foreign import checked
 
-NAMED = {"round", "server", "memories", "late", "logs", "digests"}
 LOGS = ("rounds", "ledger", "monitors")
+
+
+class Commit(BaseModel):
+    """What commit.json says: files by their paths from its folder on, logs by length and digest."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    round: NonNegativeInt
+    server: str
+    memories: dict[str, str]
+    late: dict[str, tuple[str, int, int]]
+    logs: dict[str, tuple[NonNegativeInt, str]]
+    digests: dict[str, str]
+
+    @field_validator("logs")
+    @classmethod
+    def _all_of_them(cls, logs: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+        if logs.keys() != set(LOGS):
+            raise ValueError(f"it must name {', '.join(LOGS)}")
+        return logs
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,7 @@ class Checkpoints:
                     f"{folder} is in use by another run of the same experiment. Wait for it, or stop it."
                 ) from None
             self._commit = self._read()
-            noted = self._commit["logs"] if self._commit else dict.fromkeys(LOGS, (0, ""))
+            noted = self._commit.logs if self._commit else dict.fromkeys(LOGS, (0, ""))
             self.rounds, self.ledger, self.monitors = (
                 opened.enter_context(contextlib.closing(Log(folder / f"{name}.jsonl", *noted[name]))) for name in LOGS
             )
@@ -64,17 +86,19 @@ class Checkpoints:
         """The last position that was committed."""
         if self._commit is None:
             return None
-        for file, digest in self._commit["digests"].items():
-            if not (self.folder / file).exists() or state.digest_of_file(self.folder / file) != digest:
-                raise UserError(
-                    f"{self.folder / file} does not match its digest (changed or cut short). "
-                    f"Delete {self.folder} to train this task from its start."
-                )
-        self._digests = self._commit["digests"]
-        tree = state.load(self.folder / self._commit["server"])
-        memories = {int(client): self.folder / file for client, file in self._commit["memories"].items()}
-        late = {int(client): Late(self.folder / file, *when) for client, (file, *when) in self._commit["late"].items()}
-        return Position(Server.from_tree(tree), memories, self._commit["round"], late)
+        commit = self._commit
+        for name, digest in commit.digests.items():
+            file = self._file(name)
+            if not file.is_file() or state.digest_of_file(file) != digest:
+                raise UserError(f"{file} does not match its digest (changed or cut short). {self._remedy}")
+        self._digests = commit.digests
+        tree = state.load(self._file(commit.server))
+        try:
+            memories = {int(client): self._file(name) for client, name in commit.memories.items()}
+            late = {int(client): Late(self._file(name), *when) for client, (name, *when) in commit.late.items()}
+            return Position(Server.from_tree(tree), memories, commit.round, late)
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem
 
     def commit(self, position: Position) -> None:
         name = f"server-{position.round}.safetensors"
@@ -85,15 +109,15 @@ class Checkpoints:
             for file in map(self._relative, files)
         }
         logs: dict[str, Log] = {log: getattr(self, log) for log in LOGS}
-        self._commit = {
-            "round": position.round,
-            "server": name,
-            "memories": {str(client): self._relative(file) for client, file in position.memories.items()},
-            "late": {str(c): [self._relative(on.file), on.base_round, on.due] for c, on in position.late.items()},
-            "logs": {kind: [log.flush(), log.digest] for kind, log in logs.items()},
-            "digests": self._digests,
-        }
-        state.write_sealed(self.folder / "commit.json", self._commit)
+        self._commit = Commit(
+            round=position.round,
+            server=name,
+            memories={str(client): self._relative(file) for client, file in position.memories.items()},
+            late={str(c): (self._relative(on.file), on.base_round, on.due) for c, on in position.late.items()},
+            logs={kind: (log.flush(), log.digest) for kind, log in logs.items()},
+            digests=self._digests,
+        )
+        state.write_sealed(self.folder / "commit.json", self._commit.model_dump(mode="json"))
         self._committed_at = time.monotonic()
         self._drop_what_is_not_named()
 
@@ -115,27 +139,33 @@ class Checkpoints:
     def _relative(self, file: Path) -> str:
         return os.path.relpath(file, self.folder)
 
-    def _read(self) -> dict | None:
+    def _file(self, name: str) -> Path:
+        """What commit.json names: here, or among the memories of earlier tasks, but nothing outside of the home."""
+        path = Path(os.path.normpath(self.folder / name))
+        if "\0" in name or not path.is_relative_to(os.path.normpath(self.folder.parents[1])):
+            raise UserError(f"{self.folder / 'commit.json'}: {name!a} leads out of the run's home. {self._remedy}")
+        return path
+
+    def _read(self) -> Commit | None:
         path = self.folder / "commit.json"
         try:
-            commit = state.read_sealed(path)
-            if commit.keys() != NAMED:
-                raise ValueError(f"it must hold {', '.join(sorted(NAMED))}")
-            return commit
+            return checked(Commit, state.read_sealed(path))
         except FileNotFoundError:
             return None
-        except ValueError as problem:
-            raise UserError(
-                f"{path} cannot be read ({problem}). Delete {self.folder} to train this task from its start."
-            ) from problem
+        except (OSError, ValueError) as problem:
+            raise UserError(f"{path} cannot be read ({problem}). {self._remedy}") from problem
+
+    @property
+    def _remedy(self) -> str:
+        return f"Delete {self.folder} to train this task from its start."
 
     def _drop_what_is_not_named(self) -> None:
         assert self._commit is not None
-        files = [*self._commit["memories"].values(), *(file for file, *_ in self._commit["late"].values())]
+        files = [*self._commit.memories.values(), *(file for file, *_ in self._commit.late.values())]
         named = {os.path.abspath(self.folder / file) for file in files}
         for file in (*self.memories.iterdir(), *self.late.iterdir()):
             if os.path.abspath(file) not in named:
                 file.unlink(missing_ok=True)
         for file in self.folder.glob("server-*.safetensors"):
-            if file.name != self._commit["server"]:
+            if file.name != self._commit.server:
                 file.unlink()

@@ -31,6 +31,11 @@ class Choice:
     workers: int
     threads: int
 
+    def __post_init__(self) -> None:
+        counts = self.workers, self.threads
+        if self.executor not in ("serial", "processes") or not all(type(n) is int and n > 0 for n in counts):
+            raise ValueError("it is no choice")
+
 
 def choose(method: "Method", folder: Path, key: str) -> Choice:
     """The settings where they decide, else the choice that was kept under this key, else a new measurement."""

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
 
+from fclmodels import foreign
 from fclmodels.errors import UserError
 from fclmodels.metrics import matrix
 from fclmodels.params import flat
@@ -170,7 +171,7 @@ def read_runs(folders: Sequence[Path | str]) -> tuple[Run, ...]:
 def read_run(folder: Path) -> Run:
     """One run folder, checked as far as a comparison needs it."""
     refuse_missing(folder)
-    run = Run(folder, _result(folder / "result.json"), **{name: read_table(folder, name) for name in TABLES})
+    run = Run(folder, result_of(folder / "result.json"), **{name: read_table(folder, name) for name in TABLES})
     _check_accuracy(run)
     _check_confusion(run)
     _check_monitors(run)
@@ -231,12 +232,13 @@ def refuse_missing(folder: Path) -> None:
         raise UserError(f"{folder}: no such run folder. Give folders that fcl run made, such as runs/fedavg-0.")
 
 
-def _result(path: Path) -> Result:
+def result_of(path: Path) -> Result:
+    """What result.json of a run folder says."""
     if not path.is_file():
         raise UserError(f"{path.parent}: no result.json, so no finished run. Finish it with fcl run, or leave it out.")
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = foreign.read_json(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not JSON or cut short ({error}). {_remake(path.parent)}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
@@ -257,8 +259,11 @@ def read_table(folder: Path, name: str) -> pl.DataFrame:
     if not path.is_file():
         raise UserError(f"{folder}: no {path.name}. {_remake(folder)}")
     try:
-        return pl.read_parquet(path).select(list(TABLES[name])).cast(TABLES[name])
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        table = foreign.read_table(path).select(list(TABLES[name])).cast(TABLES[name])
+        if table.schema != TABLES[name]:  # a nested column stays one
+            raise ValueError("a column of another type")
+        return table
+    except (pl.exceptions.PolarsError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path}: not readable or not fclflow's ({reason}). {_remake(folder)}") from error
 

@@ -331,3 +331,9 @@ def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[s
         return values
 
     return measure
+
+
+@pytest.fixture(scope="session")
+def write_splits_into() -> MakeSplits:
+    """Splits in a folder of the caller's (see write_splits)."""
+    return write_splits

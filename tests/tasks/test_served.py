@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 import torch
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from PIL import Image
 
 from fclmodels import state
 from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
-from fclmodels.errors import UserError
 from fclmodels.numerics.relevance import Router
 from fclmodels.served import Model
 from tasks.tracked_artifacts import SERVED, log_model
@@ -71,7 +71,7 @@ def test_arrays_nested_lists_and_paths_get_the_same_answer(served: Any, folder: 
 
 @pytest.mark.parametrize("image", [[[[0.5] * 4] * 4], [[[-1] * 4] * 4], [[[300] * 4] * 4], [["a"]], [[[0] * 4] * 3], 3])
 def test_what_is_no_image_is_refused(image: Any, served: Any) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(MlflowException, match="image"):
         served.predict(None, pd.DataFrame({"image": [image]}))
 
 

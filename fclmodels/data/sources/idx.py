@@ -5,16 +5,19 @@ http://yann.lecun.com/exdb/mnist: numbers are big-endian, type 0x08 is an unsign
 
 import gzip
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
+from fclmodels.data.decoding import MOST_PIXELS
 from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
 from fclmodels.errors import UserError
 from fclmodels.settings import ImageSettings
 
 UNSIGNED_BYTE = 0x08
+MOST_VALUES = 1 << 32
 
 
 class Idx(Source):
@@ -70,9 +73,12 @@ def read_idx(path: Path) -> np.ndarray:
             if len(start) < 4 or start[:3] != bytes((0, 0, UNSIGNED_BYTE)):
                 raise UserError(f"{path} is not an idx file of unsigned bytes (it starts with {start.hex(' ')}).")
             shape = tuple(int(size) for size in np.frombuffer(file.read(4 * start[3]), ">u4"))
-            values = file.read()
-    except (OSError, EOFError, ValueError) as problem:
+            count = math.prod(shape)
+            if count > MOST_VALUES or math.prod(shape[1:3]) > MOST_PIXELS:
+                raise UserError(f"{path} says that it holds {' x '.join(map(str, shape))} values. That is too many.")
+            values = file.read(count + 1)  # a packed file may become any number of bytes
+    except (OSError, EOFError, ValueError, zlib.error) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Get the file again.") from problem
-    if len(shape) != start[3] or len(values) != math.prod(shape):
+    if len(shape) != start[3] or len(values) != count:
         raise UserError(f"{path} is cut short or too long for its {' x '.join(map(str, shape))} values. Get it again.")
     return np.frombuffer(values, np.uint8).reshape(shape)

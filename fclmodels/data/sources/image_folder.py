@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from PIL import Image
 from pydantic import Field
 
 from fclmodels.data.sources.base import Catalogue, Source, table
 from fclmodels.errors import UserError, did_you_mean
+from fclmodels.foreign import open_image
 from fclmodels.settings import ImageSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -51,7 +51,7 @@ class ImageFolder(Source):
             # A name that is no UTF-8 cannot stand in a table.
             origin=[os.fsencode(path.removeprefix(f"{top}{os.sep}")).decode(errors="replace") for path in paths],
         )
-        return Catalogue(tuple(classes), tuple(domains), samples, lambda row: Image.open(paths[row]))
+        return Catalogue(tuple(classes), tuple(domains), samples, lambda row: open_image(paths[row]))
 
     def _leaves(self, top: Path) -> Iterator[tuple[str | None, str, Path]]:
         """Each class folder with its official split and its domain."""

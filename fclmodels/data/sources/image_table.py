@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import polars as pl
-from PIL import Image
 from pydantic import Field
 
 from fclmodels.data.sources.base import Catalogue, Source, table
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, unprintable
+from fclmodels.foreign import inside, open_image, read_table
 from fclmodels.settings import ImageSettings
 
 
@@ -27,21 +27,22 @@ class ImageTable(Source):
         file = self.settings.root / self.settings.table
         rows = _checked(file, _read(file))
         classes, domains = (sorted(rows[name].unique().to_list(), key=_as_numbered) for name in ("label", "client"))
-        paths = [file.parent / path for path in rows["path"]]
+        paths = [str(self.settings.table.parent / path) for path in rows["path"]]
         samples = table(
             label=[classes.index(label) for label in rows["label"]],
             domain=[domains.index(client) for client in rows["client"]],
             origin=rows["path"].to_list(),
         )
-        return Catalogue(tuple(classes), tuple(domains), samples, lambda row: Image.open(paths[row]))
+        return Catalogue(
+            tuple(classes), tuple(domains), samples, lambda row: open_image(inside(self.settings.root, paths[row]))
+        )
 
 
 def _read(file: Path) -> pl.DataFrame:
     try:
-        return pl.read_parquet(file)
-    except (OSError, pl.exceptions.PolarsError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise UserError(f"data.table: {file} cannot be read ({reason}). It must be a Parquet file.") from problem
+        return read_table(file)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"data.table: {file} cannot be read ({problem}). It must be a Parquet file.") from problem
 
 
 def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
@@ -59,6 +60,8 @@ def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
     for name in rows.columns:
         if count := rows[name].null_count():
             raise UserError(f"data.table: {file}: {name} is empty in {count} rows. Fill it in, or leave the rows out.")
+        if odd := next(filter(unprintable, rows[name].unique(maintain_order=True)), None):
+            raise UserError(f"data.table: {file}: {name} holds {odd!a}, no readable text. Rename it.")
     for path, labels in rows.group_by("path", maintain_order=True).agg(pl.col("label")).iter_rows():
         if len(labels) > 1:
             given = " and ".join(sorted(set(labels)))

@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 
 from fclmodels.data.sources.base import Catalogue, Source, part_settings, refuse_doubled, table
 from fclmodels.data.tokens import Tokenizer
-from fclmodels.errors import UserError, did_you_mean, shown
+from fclmodels.errors import UserError, did_you_mean, shown, unprintable
 from fclmodels.settings import Settings as BaseSettings
 from fclmodels.settings import SourceSettings
 
@@ -164,7 +164,8 @@ def read_tsv(root: Path, file: Path, part: Part) -> list[Row]:
     names = first.decode(errors="replace").rstrip("\r").split("\t")
     for column in (*part.text, part.label):
         if column not in names:
-            raise UserError(f"{path}:1: there is no column {column}. {did_you_mean(column, names)}")
+            readable = [name for name in names if not unprintable(name)]
+            raise UserError(f"{path}:1: there is no column {column}. {did_you_mean(column, readable)}")
     numbered = enumerate(lines, start=2)
     return [read_row(f"{file}:{number}", line, names, part) for number, line in numbered if line.strip()]
 
@@ -181,6 +182,8 @@ def read_row(origin: str, line: bytes, names: Sequence[str], part: Part) -> Row:
         return Row(origin, fault=f"no text in column {empty[0]}")
     if not field[part.label].strip():
         return Row(origin, fault=f"no label in column {part.label}")
+    if unprintable(field[part.label]):
+        return Row(origin, fault=f"label {field[part.label]!a} cannot be printed")
     return Row(origin, tuple(field[column] for column in part.text), field[part.label])
 
 

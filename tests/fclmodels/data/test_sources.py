@@ -139,7 +139,10 @@ def unlabelled(root):
         (b"", "x is not an idx file of unsigned bytes"),
         (b"\x89PNG", "x is not an idx file of unsigned bytes (it starts with 89 50 4e 47)"),
         (b"\0\0\x08\x03\0", "x cannot be read"),
-        (b"\0\0\x08\x03" + b"\xff" * 12, "x is cut short"),
+        (
+            b"\0\0\x08\x03" + b"\xff" * 12,
+            "x says that it holds 4294967295 x 4294967295 x 4294967295 values. That is too",
+        ),
         (b"\0\0\x08\x01" + b"\0\0\0\x03" + b"abcd", "x is cut short or too long for its 3 values"),
         (b"\0\0\x08\x01" + b"\0\0\0\x02" + b"ab", "x holds values of shape (2,)"),
     ],

@@ -1,0 +1,215 @@
+"""What a file names stays below its root, and what is no picture, or a pixel bomb, is not decoded."""
+
+import gzip
+import json
+import os
+import resource
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+
+from fclmodels import state
+from fclmodels.backbones.spec import ModelSpec
+from fclmodels.data.incoming import MARKER, Arrived, arrived
+from fclmodels.data.prepare import prepare
+from fclmodels.data.sources.idx import read_idx
+from fclmodels.data.sources.image_folder import ImageFolder
+from fclmodels.data.sources.image_table import ImageTable
+from fclmodels.errors import UserError
+from fclmodels.federation.checkpoints import Checkpoints, Position
+from fclmodels.federation.server import Server
+from fclmodels.foreign import inside, read_table
+from fclmodels.served import Model
+from fclmodels.settings import ImageSettings
+
+LEADING_OUT = ["/etc/passwd", "../outside.png", "a/../../outside.png", "link.png", "linked/outside.png", "..", "a\0b"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with links out of it, beside a picture that is none of its business."""
+    folder = tmp_path / "root"
+    (folder / "a").mkdir(parents=True)
+    Image.new("L", (4, 4), 3).save(tmp_path / "outside.png")
+    Image.new("L", (4, 4), 5).save(folder / "a" / "inside.png")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "other.png").symlink_to("a/inside.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", LEADING_OUT)
+def test_a_path_that_leads_out_is_refused(name: str, root: Path) -> None:
+    with pytest.raises(UserError, match="leads out of") as told:
+        inside(root, name)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["a/inside.png", "a/../a/inside.png", "other.png", "not there yet"])
+def test_a_path_below_its_root_is_that_path(name: str, root: Path) -> None:
+    assert inside(root, name) == root / name
+
+
+@pytest.mark.parametrize("name", LEADING_OUT[:5])
+def test_a_table_reads_nothing_outside_of_its_root(name: str, root: Path, tmp_path: Path) -> None:
+    pl.DataFrame({"path": ["a/inside.png", name], "label": ["x", "x"]}).write_parquet(root / "samples.parquet")
+    with pytest.raises(UserError, match="leads out of") as told:
+        prepare(ImageTable(ImageTable.Settings(source="image-table", root=root)), tmp_path / "prepared")
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_what_arrives_holds_no_link_to_elsewhere(root: Path) -> None:
+    (root / MARKER).touch()
+    with pytest.raises(UserError, match="leads out of"):
+        Arrived(1, root.name, root).source(ImageSettings())
+    for link in ("link.png", "linked"):
+        (root / link).unlink()
+    Arrived(1, root.name, root).source(ImageSettings())
+    (root.parent / "alias").symlink_to(root)
+    assert [arrival.name for arrival in arrived(root.parent)] == ["root"]
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../../../outside", "../../../etc/passwd"])
+@pytest.mark.parametrize("what", ["server", "memories", "late"])
+def test_a_checkpoint_names_nothing_outside_of_its_home(what: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "checkpoints" / "key"
+    checkpoints = Checkpoints(folder)
+    spec = ModelSpec({"backbone": "mlp"}, (1, 2, 2), "growing", ((0, 1),))
+    checkpoints.commit(Position(Server(spec, {"w": torch.ones(3)}), {}, 1))
+    checkpoints.close()
+    commit = json.loads((folder / "commit.json").read_text())
+    commit[what] = {"server": name, "memories": {"0": name}, "late": {"0": [name, 0, 1]}}[what]
+    del commit["seal"]
+    state.write_sealed(folder / "commit.json", commit)
+    opened = Checkpoints(folder)
+    with pytest.raises(UserError, match="leads out of the run's home"):
+        opened.latest()
+    opened.close()
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG that says that it is so large, without the pixels for it."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    whole = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    parts = (struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d)) for kind, d in whole)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def tiff(width: int, height: int) -> bytes:
+    tags = [(256, 4, 1, width), (257, 4, 1, height), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8)]
+    tags += [(277, 3, 1, 1), (278, 4, 1, height), (279, 4, 1, width * height % 2**32)]
+    return (
+        struct.pack("<2sHI", b"II", 42, 8)
+        + struct.pack("<H", len(tags))
+        + b"".join(struct.pack("<HHII", *tag) for tag in tags)
+        + bytes(4)
+    )
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n(x) print\n%%EOF\n"
+BOMBS = {
+    "a wide png": png(200_000, 50_000),
+    "a png beyond Pillow's limit": png(2**31 - 1, 2**31 - 1),
+    "a png just above ours": png(10_001, 10_000),
+    "a tiff": tiff(60_000, 60_000),
+    "a ppm": b"P5 99999 99999 255\n" + bytes(9),
+    "a bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 99, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 1, 1, 0, 0),
+    "a compressed text": png(4, 4, (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**26)))),
+    "many texts": png(4, 4, *[(b"zTXt", b"a%d\0\0" % i + zlib.compress(bytes(2**20 - 99))) for i in range(80)]),
+    "a colour profile": png(4, 4, (b"iCCP", b"a\0\0" + zlib.compress(bytes(2**26)))),
+    "a program": POSTSCRIPT,
+}
+
+
+@pytest.fixture(params=BOMBS)
+def bomb(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = tmp_path / "incoming" / "task" / "x"
+    folder.mkdir(parents=True)
+    (folder / "bomb.png").write_bytes(BOMBS[request.param])
+    return folder / "bomb.png"
+
+
+def peak() -> int:
+    """The most memory so far, in kB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.fixture
+def model() -> Model:
+    """One that has not been opened: only its shape is asked for."""
+    model = Model.__new__(Model)
+    model.spec = ModelSpec({"backbone": "mlp"}, (1, 4, 4), "growing", ((0, 1),))
+    return model
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(bomb: Path, tmp_path: Path, model: Model) -> None:
+    """By a source, by what arrives, by the served model."""
+    before = peak()
+    folder = ImageFolder(ImageFolder.Settings(source="image-folder", root=bomb.parents[1]))
+    for source in (folder, Arrived(1, "task", bomb.parents[1]).source(ImageSettings())):
+        with pytest.raises(UserError, match=r"bomb\.png") as told:
+            prepare(source, tmp_path / "prepared")
+        assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=r"bomb\.png cannot be read as an image") as told:
+        model.read([bomb])
+    assert "\n" not in str(told.value)
+    assert peak() - before < 200_000
+
+
+def test_the_small_ones_are_decoded(tmp_path: Path, model: Model) -> None:
+    """So that the bombs are refused for what they are."""
+    (tmp_path / "x.png").write_bytes(png(4, 4, (b"zTXt", b"a\0\0" + zlib.compress(bytes(999)))))
+    assert model.read([tmp_path / "x.png"]).shape == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["x.png", "samples.parquet"])
+def test_a_pipe_is_no_file(name: str, tmp_path: Path, model: Model) -> None:
+    """To open one would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="no such file") if name == "x.png" else pytest.raises(OSError, match="no file"):
+        model.read([tmp_path / name]) if name == "x.png" else read_table(tmp_path / name)
+
+
+def test_a_table_of_too_many_rows_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fclmodels.foreign.MOST_ROWS", 4)
+    pl.DataFrame({"a": [0] * 5}).write_parquet(tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="5 rows are too many"):
+        read_table(tmp_path / "x.parquet")
+
+
+def test_the_name_of_a_table_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("a1.parquet", "a2.parquet"):
+        pl.DataFrame({"a": [name]}).write_parquet(tmp_path / name)
+    with pytest.raises((OSError, ValueError)):
+        read_table(tmp_path / "a*.parquet")
+
+
+def test_idx_values_are_not_unpacked_beyond_what_they_say(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "x.gz", "wb", compresslevel=1) as packed:
+        packed.write(b"\0\0\x08\x01" + np.array([4], ">u4").tobytes())
+        for _ in range(64):
+            packed.write(bytes(2**21))
+    before = peak()
+    with pytest.raises(UserError, match="cut short or too long for its 4 values"):
+        read_idx(tmp_path / "x")
+    assert peak() - before < 100_000
+
+
+def test_a_model_whose_spec_asks_for_more_than_its_weights_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    spec = ModelSpec({"backbone": "mlp", "hidden": 2**25}, (1, 4, 4), "growing", ((0, 1),))
+    state.save({"backbone.fc1.weight": torch.ones(8, 16)}, tmp_path / "weights.safetensors")
+    state.write_json(tmp_path / "spec.json", spec.to_json())
+    tasks = [{"name": "task", "permutation": None}]
+    facts = {"classes": ["a", "b"], "tasks": tasks, "mean": [0.5], "std": [0.5], "notes": []}
+    state.write_json(tmp_path / "serving.json", facts)
+    before = peak()
+    with pytest.raises(UserError, match=r"fc1\.weight does not fit spec\.json"):
+        Model(tmp_path)
+    assert peak() - before < 100_000
