@@ -24,9 +24,12 @@ from fclmodels.experiment import Experiment
 
 DEFAULTS = Path(__file__).parents[1] / "params.yaml"
 SHARED = [
-    *("partition.kind=iid", "partition.clients=100", "model.backbone=mlp", "model.hidden=16", "model.dropout=[0,0]"),
-    *("federation.rounds=4", "federation.local_epochs=5", "federation.batch_size=8", "federation.weighting=uniform"),
-    *("federation.executor=serial", "federation.threads=1", "optimizer.lr=0.1", "model.loss_over=task"),
+    *("partition.kind=iid", "partition.clients=100", "federation.weighting=uniform", "model.loss_over=task"),
+    *("federation.executor=serial", "federation.threads=1"),
+]
+TRAINED = [
+    *("model.backbone=mlp", "model.hidden=32", "model.dropout=[0,0]", "optimizer.lr=0.3", "federation.rounds=4"),
+    *("federation.local_epochs=5", "federation.batch_size=8"),
 ]
 FROZEN = [
     *("model.backbone=vit", "model.patch=2", "model.width=64", "model.depth=4", "model.attention_heads=4"),
@@ -44,12 +47,12 @@ class Curve(NamedTuple):
 
 
 CURVES = {
-    "fedavg": Curve("fedavg", [], []),
-    "fedavg, q = 0.5": Curve("fedavg", [], ["federation.privacy.sample_rate=0.5"]),
-    "fedavg, local": Curve("fedavg", [], ["federation.privacy.kind=local"], (0.5, 2.0)),
-    "special": Curve("special", [], []),
-    "fot": Curve("fot", [], []),
+    "fedavg": Curve("fedavg", TRAINED, []),
+    "special": Curve("special", TRAINED, []),
+    "fot": Curve("fot", TRAINED, []),
     "nearest-prototype": Curve("nearest-prototype", FROZEN, [], (0.25, 0.5, 1.0, 2.0, 4.0)),
+    "fedavg, q = 0.5": Curve("fedavg", TRAINED, ["federation.privacy.sample_rate=0.5"]),
+    "fedavg, local": Curve("fedavg", TRAINED, ["federation.privacy.kind=local"], (0.5, 2.0)),
 }
 
 

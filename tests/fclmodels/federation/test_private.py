@@ -186,8 +186,8 @@ def test_no_test_of_membership_does_better_than_epsilon_says(
 ) -> None:
     """A client whose reply has the length of the bound, or zeros, in the sum of two; 4000 sums of each.
 
-    Whether a sum exceeds t is a test; of a true epsilon P(there) - e^epsilon P(not there) <= delta. The audit has power:
-    a third of epsilon does not hold.
+    Whether a sum exceeds t is a test; of a true epsilon P(there) - e^epsilon P(not there) <= delta. The audit has
+    power: a third of epsilon does not hold.
     """
     method = method_of(FedAvg, UNIFORM, f"{Z}=1", f"{PRIVACY}.clip=2.0", f"{PRIVACY}.sample_rate={rate}")
     rows, delta, n = method.rows(0, 0), 0.01, 4000
@@ -316,8 +316,8 @@ def test_a_part_that_is_not_covered_does_not_leave(method_of: Callable, client_o
         protected(Reply({"sketch": Part("sketch", {})}), method, client_of(method, 0), 4)
     with pytest.raises(UserError, match=r"sketch of methods\.fedavg is for single replies"):
         protected(Reply({"sketch": Part("sketch", {}, "each", bound=1.0)}), method, client_of(method, 0), 4)
+    weight = Part("count", {"weight": torch.tensor(2.0)})
     with pytest.raises(UserError, match=r"methods\.fedavg weighs clients"):
-        weight = Part("count", {"weight": torch.tensor(2.0)})
         protected(Reply({"weight": weight}), method, client_of(method, 0), 4)
     assert protected(Reply({}), method, client_of(method, 0), 4) == Reply({})
 
