@@ -146,8 +146,8 @@ class Cohort:
         for client, fault in faults.items():
             if self._settings.privacy.shared:
                 raise UserError(
-                    f"federation.privacy: client {client}'s {fault.part} {fault.why}, and with it goes its share of the "
-                    "noise. Look at that client, or set federation.privacy.kind: local."
+                    f"federation.privacy: client {client}'s {fault.part} {fault.why}, and its share of the noise "
+                    "is missing. Look at that client, or set federation.privacy.kind: local."
                 )
             replies.drop(client)
             self.ledger.refused(job, client, fault.part)
