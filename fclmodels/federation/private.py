@@ -40,7 +40,7 @@ WEIGHT = "weight"  # public, for it is uniform
 OF_UPDATES = ("update", "statistics")  # all other parts are knowledge
 COVERS = {
     "all": "all that one client sends in the run",
-    "knowledge": "what one client sends in the run besides updates, which are not covered",
+    "knowledge": "what one client sends in the run besides updates, losses and numbers of samples",
     "central": "in the sums over clients, which are all that a server sees under secure aggregation, against zeros in "
     "its place",
     "local": "as it is sent, whatever its data",
@@ -92,7 +92,8 @@ def protected(reply: Reply, method: "Method", client: Client, asked: int) -> Rep
     if WEIGHT in parts:
         if number(parts[WEIGHT]) != 1:
             raise UserError(f"federation.privacy: methods.{method.name} weighs clients. It must weigh all alike.")
-        parts[WEIGHT] = replace(parts[WEIGHT], tensors=times(parts[WEIGHT], privacy.sample_rate))
+        expected = {name: w * privacy.sample_rate for name, w in parts[WEIGHT].tensors.items()}
+        parts[WEIGHT] = replace(parts[WEIGHT], tensors=expected)
     return replace(reply, parts=parts, loss=0.0, samples=0)
 
 
@@ -114,10 +115,6 @@ def noisy(part: Part, bound: float, joins: bool, deviation: float, random: torch
     factor = joins * (min(1.0, bound / norm) if norm else 1.0)
     drawn = {name: gaussian(X, deviation, random) for name, X in tensors.items()}
     return replace(part, tensors={name: X * factor + drawn[name] for name, X in tensors.items()}, noise=deviation)
-
-
-def times(part: Part, factor: float) -> dict[str, torch.Tensor]:
-    return {name: tensor * factor for name, tensor in part.tensors.items()}
 
 
 def worth(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def test_epsilon_is_that_of_the_client_that_released_most(kind: str, seen: float
 def test_of_knowledge_alone_only_questions_count(method_of: Callable) -> None:
     found = worth(method_of(FedAvg, f"{Z}=3", f"{PRIVACY}.covers=knowledge"), LEDGER)
     assert found["releases"] == 2
-    assert "besides updates, which are not covered" in found["covers"]
+    assert "besides updates, losses and numbers of samples" in found["covers"]
 
 
 def test_amplification_is_claimed_where_clients_toss_coins(method_of: Callable) -> None:
