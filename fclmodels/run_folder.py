@@ -105,7 +105,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **({"refused": server.refused} if server.refused else {}),
         **_attack(experiment),
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
-        **({"privacy": privacy} if (privacy := _privacy(experiment, server)) else {}),
+        **({"privacy": privacy} if (privacy := _privacy(experiment, tables["ledger"])) else {}),
     }
     state.write_json(folder / "result.json", result)
     return json.loads(json.dumps(result))
@@ -137,11 +137,8 @@ def _faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, Any]:
     return {"faults": counts}
 
 
-def _privacy(experiment: "Experiment", server: Server) -> dict[str, Any] | None:
-    """What noise is worth: that in updates, or the method's own in what it sends besides."""
-    if experiment.params.federation.privacy.on:
-        return private.worth(experiment.method, experiment.tasks)
-    return server.knowledge.get("privacy")
+def _privacy(experiment: "Experiment", ledger: pl.DataFrame) -> dict[str, Any] | None:
+    return private.worth(experiment.method, ledger) if experiment.params.federation.privacy.on else None
 
 
 def _attack(experiment: "Experiment") -> dict[str, Any]:

@@ -132,29 +132,46 @@ class SecAggSettings(Settings):
 
 
 class PrivacySettings(Settings):
-    """The Gaussian mechanism on clients' updates."""
+    """The Gaussian mechanism on what clients send (federation/private.py)."""
 
     noise_multiplier: PositiveFloat | None = Field(
         None,
-        description="standard deviation of the noise in a round's sum, or in each update, in times clip; null: none",
+        description="standard deviation of the noise in a sum, or in each reply, in times a part's bound; null: none",
     )
     kind: Literal["central", "local"] = Field(
         "central", description="each client adds its share of the noise in the sum; local: each all of it"
     )
+    covers: Literal["all", "knowledge"] = Field(
+        "all", description="what has noise: all that is sent, or knowledge without updates (FOT, appendix H)"
+    )
     clip: PositiveFloat = Field(1.0, description="under noise: largest norm of a client's update")
+    features: PositiveFloat = Field(10.0, description="under noise: largest norm of a sample's features in prototypes")
+    sample_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="probability with which a client joins an exchange, by itself; others send noise alone",
+    )
     delta: float = Field(1e-5, gt=0, lt=1, description="under noise: the delta for which epsilon is told")
 
     @model_validator(mode="after")
     def _noise_is_on(self) -> "PrivacySettings":
         fields = type(self).model_fields
-        idle = [name for name in ("kind", "clip", "delta") if getattr(self, name) != fields[name].default]
+        idle = [name for name in fields if getattr(self, name) != fields[name].default]
         if self.noise_multiplier is None and idle:
             raise ValueError(f"{idle[0]} does nothing without noise. Set noise_multiplier too, or leave it out.")
+        if self.kind == "local" and self.sample_rate < 1:
+            raise ValueError("sample_rate needs kind: central: a single reply tells whether its client has joined.")
         return self
 
     @property
     def on(self) -> bool:
         return self.noise_multiplier is not None
+
+    @property
+    def shared(self) -> bool:
+        """Whether clients add up to the noise together, so that none may be left out."""
+        return self.on and self.kind == "central"
 
     @property
     def multiplier(self) -> float:
@@ -246,6 +263,11 @@ class FederationSettings(Settings):
     )
     robust: RobustSettings = RobustSettings()
     attack: AttackSettings = AttackSettings()
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether the server may not look at single replies."""
+        return self.secagg.on or self.privacy.shared
 
 
 class OptimizerSettings(Settings):

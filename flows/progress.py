@@ -52,7 +52,7 @@ class Lines(Silent):
             place = (
                 f"task {row['task'] + 1} of {len(self.rounds)}, round {row['round'] + 1} of {self.rounds[row['task']]}"
             )
-            self.say(f"{place}, loss {row['loss']:.3f}{answers_in(row)}")
+            self.say(f"{place}, {loss_in(row)}{answers_in(row)}")
 
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         known = " (known from before)" if again else ""
@@ -98,8 +98,9 @@ class Bars(Silent):
         done = sum(self.rounds[: row["task"]]) + row["round"] + 1
         self.measured = (self.measured[0] + 1, self.measured[1] + row["seconds"])
         left = (sum(self.rounds) - done) * self.measured[1] / self.measured[0]
-        loss = f"loss {row['loss']:.3f}{answers_in(row)}"
-        self.show(done, row["task"], loss=loss, left=f"{left // 60:.0f}:{left % 60:02.0f} left")
+        self.show(
+            done, row["task"], loss=loss_in(row) + answers_in(row), left=f"{left // 60:.0f}:{left % 60:02.0f} left"
+        )
 
     def task_learned(self, task: int, summary: Summary, again: bool) -> None:
         self.show(sum(self.rounds[: task + 1]), task, accuracy=accuracy_in(summary))
@@ -120,6 +121,10 @@ def watch(label: str, rounds: Sequence[int], quiet: bool) -> Silent:
     if quiet:
         return Silent(label, rounds)
     return (Bars if console.is_terminal else Lines)(label, rounds, console)
+
+
+def loss_in(row: dict[str, Any]) -> str:
+    return "no loss told" if row["loss"] is None else f"loss {row['loss']:.3f}"
 
 
 def answers_in(row: dict[str, Any]) -> str:

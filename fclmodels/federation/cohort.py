@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fclmodels.errors import UserError
 from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.executor import EVALUATIONS, Answer, Executor, Job, largest_first
@@ -14,7 +15,7 @@ from fclmodels.federation.inspection import Look, Refusal
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
-from fclmodels.federation.secure import SHARERS, Session
+from fclmodels.federation.secure import Session
 from fclmodels.numerics.robust import robust_mean
 from fclmodels.settings import FederationSettings
 
@@ -71,7 +72,7 @@ class Cohort:
 
         Replies of before stand behind the others, in order of clients: sums run along the same tree whenever they come.
         """
-        job = Job(question, self.task, round, payload, self.scratch)
+        job = Job(question, self.task, round, payload, self.scratch, len(turnout.delays))
         if question in EVALUATIONS or not self._settings.secagg.on:
             return self._exchanged(job, turnout, on_answer)
         session = Session(job, turnout, self._settings.secagg, self.executor, self.ledger)
@@ -137,12 +138,17 @@ class Cohort:
         replies.add(client, reply, weight)
         self.ledger.received(job, client, reply, base_round)
         if self._settings.inspection.check and job.question not in EVALUATIONS:
-            masked = SHARERS in job.payload
-            looks[client] = inspection.outline(reply) if masked else inspection.look(reply, job.payload)
+            unseen = self._settings.sums_only
+            looks[client] = inspection.outline(reply) if unseen else inspection.look(reply, job.payload)
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
         faults = inspection.faults(looks, self._settings.inspection)
         for client, fault in faults.items():
+            if self._settings.privacy.shared:
+                raise UserError(
+                    f"federation.privacy: client {client}'s {fault.part} {fault.why}, and its share of the noise "
+                    "is missing. Look at that client, or set federation.privacy.kind: local."
+                )
             replies.drop(client)
             self.ledger.refused(job, client, fault.part)
             self.refused.append(Refusal(job.round, client, fault))

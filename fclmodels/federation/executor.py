@@ -26,7 +26,8 @@ EVALUATIONS = {"evaluate": "test", "judge": "val"}  # questions about accuracy, 
 class Job:
     """One exchange: train for a round, or a question of finish_task; the payload is the same for all clients.
 
-    What clients remember is written to files in the folder `scratch`, which must outlive an interruption.
+    What clients remember is written to files in the folder `scratch`, which must outlive an interruption. asked: how
+    many clients are.
     """
 
     question: str
@@ -34,6 +35,7 @@ class Job:
     round: int
     payload: Payload
     scratch: Path
+    asked: int = 1
 
     def to(self, device: torch.device) -> "Job":
         return replace(self, payload={name: part.to(device) for name, part in self.payload.items()})
@@ -120,7 +122,7 @@ def _done(method: "Method", job: Job, index: int, memory_file: Path | None) -> t
             state.save(remembered, memory_file)
     reply = replace(reply, parts={name: part.to("cpu") for name, part in reply.parts.items()})
     if federation.privacy.on and job.question not in EVALUATIONS:
-        reply = private.protected(reply, method, client)
+        reply = private.protected(reply, method, client, job.asked)
     if bad:
         reply = attacks.altered(reply, client)
     if secure.SHARERS in job.payload:

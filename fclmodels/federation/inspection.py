@@ -83,7 +83,7 @@ def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part]) -> str |
         return not_of_the_model(part.tensors, payload["weights"].tensors)
     if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
         return "is not orthonormal"
-    if part.noisy:
+    if part.noise:
         return None
     if part.kind in ("count", "reference") and any((tensor < 0).any() for tensor in part.tensors.values()):
         return "is negative"
@@ -143,7 +143,7 @@ def number(part: Part) -> float:
 def form_of(parts: Mapping[str, Part]) -> Form:
     """All of a reply but its numbers. How many columns a basis has is each client's own."""
     return tuple(
-        (name, part.kind, part.least, part.over, part.noisy, tensor_name, tensor.dtype, shape_of(part, tensor))
+        (name, part.kind, part.least, part.over, part.noise, tensor_name, tensor.dtype, shape_of(part, tensor))
         for name, part in sorted(parts.items())
         for tensor_name, tensor in sorted(part.tensors.items())
     )

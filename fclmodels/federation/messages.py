@@ -30,7 +30,8 @@ class Part:
     least "sum": of floating point in a reply to training, for a late one counts in part.
     once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
     over: the part with the one number w that its tensors w*x are multiplied by; the mean is the sum over that part's.
-    noisy: it has a mechanism's noise, so that counts and variances may be below 0.
+    bound: what noise takes for the largest length of its tensors together; None: nothing is known of it.
+    noise: standard deviation of a mechanism's noise in each number, so that counts and variances may be below 0.
     """
 
     kind: Kind
@@ -38,7 +39,8 @@ class Part:
     least: Least = "sum"
     once: bool = False
     over: str = ""
-    noisy: bool = False
+    bound: float | None = None
+    noise: float = 0.0
 
     def to(self, device: torch.device | str) -> "Part":
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
@@ -68,7 +70,7 @@ class Reply:
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
-    facts = ("kind", "tensors", "least", "once", "over", "noisy")
+    facts = ("kind", "tensors", "least", "once", "over", "bound", "noise")
     return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
 
 

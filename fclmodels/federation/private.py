@@ -1,96 +1,144 @@
-"""The Gaussian mechanism on updates: each client's update is clipped and gets noise, whatever the method.
+"""The Gaussian mechanism on all that clients send, whatever the method, and one epsilon for a whole run.
 
-central: the sum over a round's clients has noise of standard deviation z * clip, of which each of n clients adds the
-share 1/sqrt(n); so all must answer, and secure aggregation is what keeps the server from less noise. Neighbours: with
-a client's data, or with an update of zero in its place. DP-FedAvg (McMahan et al. 2018), without amplification by
-sampling: rounds here sample a fixed number of clients.
-local: each update has noise of standard deviation z * clip by itself. Neighbours: any two data sets of a client, which
-are 2 clip apart, so that the accountant sees z / 2.
+A reply is one release. Each of its k parts is brought to the length b where it has more (`clip` for an update; other
+parts declare their bound) and gets noise of standard deviation z sqrt(k) b in each number. In units of sqrt(k) b the
+parts together are no longer than 1, so that a reply is one Gaussian mechanism of noise multiplier z.
 
-Epsilon is that of a client that is sampled in every round of its tasks. Noise comes from the run's seed, so that a
-simulation can be repeated; who deploys this draws it from a source that nobody else knows.
+central: so much noise is in the sum over an exchange's n clients, of which each adds the share 1/sqrt(n); so all must
+answer, and secure aggregation is what keeps the server from less noise. Neighbours: with a client's data, or with zeros
+in the place of all that it sends (DP-FedAvg, McMahan et al. 2018).
+sample_rate q: in each exchange a client joins by a coin of its own, and sends noise alone where it does not. This is
+Poisson sampling that nobody sees, the server neither, and the accountant may count what it amplifies. A weight is q,
+so that a mean is over the clients expected. Who does not join trains and remembers all the same: no reply may depend on
+earlier coins.
+local: each reply has all of that noise by itself. Neighbours: any two data sets of a client, whose replies are up to
+twice the bounds apart, so that the accountant sees z / 2.
+
+Noise comes from the run's seed, so that a simulation can be repeated; who deploys this draws it from a source that
+nobody else knows.
 """
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
 import torch
 
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
+from fclmodels.federation.inspection import length, number
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.numerics.privacy import epsilon, noise_share
+from fclmodels.federation.secure import LOG, needs_more
+from fclmodels.numerics.privacy import epsilon, gaussian
+from fclmodels.settings import PrivacySettings
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
 
-COVERED = ("update", "statistics")  # clipped together
-PUBLIC = ("weight",)  # under uniform weights
+WEIGHT = "weight"  # public, for it is uniform
+OF_UPDATES = ("update", "statistics")  # all other parts are knowledge
 COVERS = {
-    "central": "one client's updates in all rounds, in the sums over clients, which are all that a server sees under "
-    "secure aggregation, against an update of zero; sampling amplifies nothing",
-    "local": "one client's updates in all rounds, as they are sent, whatever its data",
+    "all": "all that one client sends in the run",
+    "knowledge": "what one client sends in the run besides updates, losses and numbers of samples",
+    "central": "in the sums over clients, which are all that a server sees under secure aggregation, against zeros in "
+    "its place",
+    "local": "as it is sent, whatever its data",
 }
-NOT_COVERED = "Not covered: training losses and numbers of samples in the log"
+NOT_COVERED = "Not covered: who has data of which task, accuracies, monitors, sizes of memories in the ledger"
 
 
 def refuse_what_is_not_covered(method: "Method") -> None:
     """Before a run: settings under which epsilon would not be what it says."""
     federation = method.run.params.federation
-    if not federation.privacy.on:
+    privacy, faults = federation.privacy, federation.faults
+    if not privacy.on:
         return
     if method.pooled_bytes is not None:
         raise UserError(f"federation.privacy: methods.{method.name} brings all samples to one place. Leave it out.")
-    if other := method.sends_besides:
+    if method.personal:
         raise UserError(
-            f"federation.privacy: methods.{method.name} sends {other} besides updates, which it does not cover. "
-            "Use a method that sends updates alone, or the method's own noise."
+            f"federation.privacy: methods.{method.name} keeps parts of the model with its clients, which tell the "
+            "accuracy of each without noise. Share them."
         )
-    if federation.weighting != "uniform":
+    if why := method.without_bound:
+        raise UserError(f"federation.privacy: methods.{method.name} {why}")
+    if privacy.covers == "all" and federation.weighting != "uniform":
         raise UserError(
             "federation.privacy: federation.weighting: samples tells and trusts numbers of samples. Use uniform."
         )
-    if federation.privacy.kind == "central" and (federation.faults.missing or federation.faults.late):
+    if privacy.shared and (why := needs_more(method)):
+        raise UserError(f"federation.privacy: {why} Or set federation.privacy.kind: local.")
+    if privacy.shared and (faults.missing or faults.late):
         raise UserError(
             "federation.privacy: a client that does not answer in time takes its share of the noise with it. "
             "Set federation.faults.missing and federation.faults.late to 0, or federation.privacy.kind to local."
         )
 
 
-def protected(reply: Reply, method: "Method", client: Client) -> Reply:
-    """A reply in which nothing depends on the client's data but what is covered."""
-    if other := reply.parts.keys() - {*COVERED, *PUBLIC}:
-        raise UserError(f"federation.privacy: {', '.join(sorted(other))} of methods.{method.name} is not covered.")
-    if not reply.parts:
-        return reply
+def protected(reply: Reply, method: "Method", client: Client, asked: int) -> Reply:
+    """A reply in which nothing depends on the client's data but what is covered. asked: clients of the exchange."""
     privacy = client.run.params.federation.privacy
-    sharing = method.sampled(client.task) if privacy.kind == "central" else 1
-    covered = [reply.parts[name] for name in COVERED if name in reply.parts]
-    tensors = [X for part in covered for X in part.tensors.values()]
-    factor = (privacy.clip / torch.stack(torch._foreach_norm(tensors)).norm()).clamp(max=1)
-    random, deviation = client.generator("update noise"), privacy.multiplier * privacy.clip
+    public = (WEIGHT, *(OF_UPDATES if privacy.covers == "knowledge" else ()))
+    bounds = {name: bound_of(name, part, method) for name, part in reply.parts.items() if name not in public}
+    random = client.generator("privacy")
+    joins = torch.rand((), generator=random, dtype=torch.float64) < privacy.sample_rate
+    unit = privacy.multiplier * math.sqrt(len(bounds) / (asked if privacy.shared else 1))
+    parts = dict(reply.parts)
+    for name, bound in bounds.items():
+        parts[name] = noisy(parts[name], bound, bool(joins), unit * bound, random)
+    if privacy.covers == "knowledge":
+        return replace(reply, parts=parts)
+    if WEIGHT in parts:
+        if number(parts[WEIGHT]) != 1:
+            raise UserError(f"federation.privacy: methods.{method.name} weighs clients. It must weigh all alike.")
+        expected = {name: w * privacy.sample_rate for name, w in parts[WEIGHT].tensors.items()}
+        parts[WEIGHT] = replace(parts[WEIGHT], tensors=expected)
+    return replace(reply, parts=parts, loss=0.0, samples=0)
 
-    def noisy(part: Part) -> Part:
-        noise = {name: noise_share(X, deviation, sharing, random) for name, X in part.tensors.items()}
-        return replace(part, tensors={name: X * factor + noise[name] for name, X in part.tensors.items()})
 
-    return replace(reply, parts={n: noisy(part) if n in COVERED else part for n, part in reply.parts.items()})
+def bound_of(name: str, part: Part, method: "Method") -> float:
+    privacy = method.run.params.federation.privacy
+    bound = privacy.clip if part.kind == "update" else part.bound
+    if bound is None:
+        way = " Noise may make variances negative: use batch_norm: batch." if name == "statistics" else ""
+        raise UserError(f"federation.privacy: {name} of methods.{method.name} has no bound, and is not covered.{way}")
+    if part.least == "each" and privacy.shared:
+        raise UserError(f"federation.privacy: {name} of methods.{method.name} is for single replies. Use kind: local.")
+    return bound
 
 
-def worth(method: "Method", tasks: int) -> dict[str, Any]:
-    """What the noise in the rounds of so many tasks is worth to the client that has most of them."""
-    privacy, run = method.run.params.federation.privacy, method.run
-    rounds: dict[int, int] = {}
-    for task in range(tasks):
-        for client in method.participants(task):
-            rounds[client] = rounds.get(client, 0) + run.rounds(task)
-    most, z = max(rounds.values(), default=0), privacy.multiplier
-    seen = z if privacy.kind == "central" else z / 2
+def noisy(part: Part, bound: float, joins: bool, deviation: float, random: torch.Generator) -> Part:
+    """The part at the length `bound` where it has more, or zeros, with noise. What is not finite counts as 0."""
+    tensors = {name: X.nan_to_num(0, 0, 0) for name, X in part.tensors.items()}
+    norm = length(tensors)
+    factor = joins * (min(1.0, bound / norm) if norm else 1.0)
+    drawn = {name: gaussian(X, deviation, random) for name, X in tensors.items()}
+    return replace(part, tensors={name: X * factor + drawn[name] for name, X in tensors.items()}, noise=deviation)
+
+
+def worth(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:
+    """What noise is worth to the client that has released most, by all that came up to the server."""
+    privacy = method.run.params.federation.privacy
+    up = ledger.filter(pl.col("direction") == "up", pl.col("kind") != "protocol")
+    if privacy.covers == "knowledge":
+        up = up.filter(~pl.col("part").is_in([WEIGHT, *OF_UPDATES, LOG]))
+    begun = pl.struct("task", pl.coalesce("base_round", "round"))
+    releases = max(up.group_by("client").agg(begun.n_unique().alias("releases"))["releases"], default=0)
+    z = privacy.multiplier if privacy.shared else privacy.multiplier / 2
     return {
-        "epsilon": epsilon(seen, sample_rate=1.0, releases=1, rounds=most, delta=privacy.delta),
+        "epsilon": epsilon(z, privacy.sample_rate, releases, privacy.delta),
         "delta": privacy.delta,
-        "covers": f"{COVERS[privacy.kind]}. {NOT_COVERED}",
-        "noise_multiplier": z,
+        "covers": f"{COVERS[privacy.covers]}, {COVERS[privacy.kind]}; {amplified(privacy)}. {NOT_COVERED}",
+        "kind": privacy.kind,
+        "noise_multiplier": privacy.multiplier,
+        "sample_rate": privacy.sample_rate,
         "clip": privacy.clip,
-        "rounds": most,
+        "releases": releases,
     }
+
+
+def amplified(privacy: PrivacySettings) -> str:
+    if privacy.sample_rate == 1:
+        return "uniform weights, no amplification by sampling"
+    return f"uniform weights, amplified: each joins an exchange with probability {privacy.sample_rate:g} (Poisson)"

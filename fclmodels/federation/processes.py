@@ -51,6 +51,7 @@ class Processes:
                 "task": job.task,
                 "round": job.round,
                 "scratch": str(job.scratch.absolute()),
+                "asked": job.asked,
             },
             "size": size,
         }

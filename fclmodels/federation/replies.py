@@ -6,6 +6,7 @@ exist at any time. A late reply counts less, by one factor on all that is summed
 and w, stay means. Where a robust rule is set, such a mean is the rule's (numerics/robust.py).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -115,12 +116,18 @@ class Replies:
         for client in sorted(self.clients):
             yield client, self._tensors(part, client)
 
+    def noise(self, part: str) -> float:
+        """The standard deviation of a mechanism's noise in each number of the sum."""
+        return math.hypot(*(self._declared[client][part].noise * self._share(client, part) for client in self.clients))
+
     @property
-    def loss(self) -> float:
-        """Mean training loss over samples, for the log."""
+    def loss(self) -> float | None:
+        """Mean training loss over samples, for the log; None where nobody tells it."""
         facts = [self.facts[client] for client in sorted(self.clients)]
         weights = [fact["samples"] * fact["weight"] for fact in facts]
-        return sum(fact["loss"] * w for fact, w in zip(facts, weights, strict=True)) / (sum(weights) or 1)
+        if not sum(weights):
+            return None
+        return sum(fact["loss"] * w for fact, w in zip(facts, weights, strict=True)) / sum(weights)
 
     def _refuse_silence(self) -> None:
         if not self.clients:

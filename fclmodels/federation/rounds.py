@@ -126,10 +126,10 @@ def open_ledger(method: "Method", checkpoints: Checkpoints) -> Ledger:
     return Ledger(checkpoints.ledger) if method.pooled_bytes is None else CentralLedger(checkpoints.ledger)
 
 
-def refuse_divergence(server: Server, loss: float, task: int, round: int) -> None:
+def refuse_divergence(server: Server, loss: float | None, task: int, round: int) -> None:
     """A model that is not finite would be evaluated as one that always answers class 0, and forgets nothing."""
     floating = [weights for weights in server.weights.values() if weights.is_floating_point()]
-    if not (math.isfinite(loss) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
+    if not (math.isfinite(loss or 0.0) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
         raise diverged(f"loss {loss}", task, round)
 
 

@@ -19,7 +19,7 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation import secagg
 from fclmodels.federation.faults import Turnout, leaves_before
-from fclmodels.federation.messages import Kind, Part, Payload, Reply
+from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies, Tensors
 from fclmodels.federation.secagg import Secrets, threshold_of
 from fclmodels.numerics.fixed_point import decoded, encoded
@@ -167,8 +167,8 @@ def masked(reply: Reply, job: "Job", me: int, settings: SecAggSettings) -> Reply
         return Reply({})
     vector = joined(parts)
     secagg.masked(secrets, me, keys, job.payload[SHARERS].tensors["clients"].tolist(), vector)
-    kinds: dict[str, Kind] = {name: part.kind for name, part in reply.parts.items()} | {LOG: "count"}
-    hidden = {name: Part(kinds[name], tensors) for name, tensors in taken_apart(vector, parts).items()}
+    declared = {**reply.parts, LOG: Part("count", {})}
+    hidden = {name: replace(declared[name], tensors=tensors) for name, tensors in taken_apart(vector, parts).items()}
     return Reply(hidden, base_round=reply.base_round)
 
 
@@ -246,14 +246,13 @@ class Sums(Replies):
 
     def __init__(self, masked: Replies, sums: dict[str, Tensors]) -> None:
         super().__init__(masked.clients, masked.spool)
-        self.facts = masked.facts
+        self.facts, self._declared = masked.facts, masked._declared
         self._log = sums.pop(LOG, None)
         self._known = sums
-        self._masked = masked
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {name: part for name, part in self._masked.parts.items() if name in self._known}
+        return {name: part for name, part in super().parts.items() if name in self._known}
 
     def sum(self, part: str) -> Tensors:
         return self._known[part]
@@ -262,5 +261,5 @@ class Sums(Replies):
         raise UserError(f"secure aggregation: {part} is asked for of single clients, and the server has its sum only.")
 
     @property
-    def loss(self) -> float:
-        return float(self._log["loss"] / self._log["samples"]) if self._log else 0.0
+    def loss(self) -> float | None:
+        return float(self._log["loss"] / self._log["samples"]) if self._log else None

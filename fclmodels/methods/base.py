@@ -62,8 +62,8 @@ class Method:
         return None
 
     @property
-    def sends_besides(self) -> str | None:
-        """What clients send that depends on their data, besides updates and running statistics."""
+    def without_bound(self) -> str | None:
+        """What noise cannot cover of all that clients send, with what would be right; None: it covers everything."""
         return None
 
     # On the server.

@@ -69,8 +69,8 @@ class FedProTIP(Tip):
         return super().needs_each
 
     @property
-    def sends_besides(self) -> str | None:
-        return "bases or sketches"
+    def without_bound(self) -> str | None:
+        return "sends bases, spectra and references, and noise would fill all their directions. Use methods.fot."
 
     # Training.
 

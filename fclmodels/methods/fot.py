@@ -3,15 +3,14 @@
 Clients train as in FedAvg. FedProject: the server removes from their mean update what acts on the principal subspace
 of earlier tasks' layer inputs (eq. 5 to 7). GPSE: after each task every client sends one Gaussian sketch of each
 layer's input outside the known subspace (eq. 8, 9); of the sum the leading directions join the subspace (eq. 12).
-Appendix H, the settings dp_*: what is sent is clipped and gets Gaussian noise, and an accountant tells what that hides.
+Appendix H: under federation.privacy sketches are clipped and get Gaussian noise, whose energy the server takes off.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
 from fclmodels.backbones.capture import Layer
@@ -26,16 +25,12 @@ from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
 from fclmodels.methods.subspaces import Bases, Subspaces
-from fclmodels.numerics.privacy import clipped, epsilon, noise_share, without_noise
+from fclmodels.numerics.privacy import clipped, without_noise
 from fclmodels.numerics.subspace import principal, release_rank, total_energy
 from fclmodels.settings import Settings as BaseSettings
 
 RANK_RULES = {"total-energy": total_energy, "release": release_rank}
 PARTS = ("sketch", "energy", "columns")  # what a client tells of its layers' inputs, as sums over clients
-COVERS = (
-    "all that one client sends in GPSE, given the models; one client added or removed; central, under secure "
-    "aggregation with every client's share of the noise. Not covered: the training updates"
-)
 
 
 class Fot(Subspaces):
@@ -54,26 +49,9 @@ class Fot(Subspaces):
             "global",
             description="all clients on the final global model; local: the last round's clients on their own (release)",
         )
-        dp_noise_multiplier: PositiveFloat | None = Field(
-            None, description="standard deviation of the noise in a sum over clients, in times dp_clip; null: no noise"
+        sketch_clip: PositiveFloat = Field(
+            1.0, description="under federation.privacy: largest Frobenius norm of a client's sketch of a layer"
         )
-        dp_clip: PositiveFloat = Field(1.0, description="under noise: largest Frobenius norm of a client's sketch")
-        dp_sample_rate: float = Field(
-            1.0,
-            gt=0,
-            le=1,
-            description="under noise: probability with which each client joins; others send noise alone",
-        )
-        dp_delta: float = Field(1e-5, gt=0, lt=1, description="under noise: the delta for which epsilon is told")
-
-        @model_validator(mode="after")
-        def _noise_fits_the_rest(self) -> "Fot.Settings":
-            if self.dp_noise_multiplier is not None and (self.gpse, self.rank_rule) != ("global", "total-energy"):
-                raise ValueError("dp_noise_multiplier needs gpse: global and rank_rule: total-energy.")
-            for name in ("dp_clip", "dp_sample_rate", "dp_delta"):
-                if self.dp_noise_multiplier is None and getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} needs dp_noise_multiplier.")
-            return self
 
     settings: Settings
 
@@ -86,8 +64,10 @@ class Fot(Subspaces):
             )
 
     @property
-    def sends_besides(self) -> str | None:
-        return "sketches"
+    def without_bound(self) -> str | None:
+        if (self.settings.gpse, self.settings.rank_rule) != ("global", "total-energy"):
+            return "covers sketches by noise under gpse: global and rank_rule: total-energy. Set these."
+        return super().without_bound
 
     def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """FedProject, eq. 6."""
@@ -110,24 +90,21 @@ class Fot(Subspaces):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         """GPSE and ExpandOrthogonalSet (Algorithm 2)."""
         if self.settings.gpse == "global":
-            question = {**super().payload(server), **known(server)}
-            if self.private:
-                question["cohort"] = Part("count", {"clients": torch.tensor(len(cohort.clients))})
-            server = told(server, cohort.ask("gpse", question))
+            server = told(server, cohort.ask("gpse", {**super().payload(server), **known(server)}))
         sums = server.knowledge["told"]
         directions, spectra = {}, {}
         for name, sketch in sums["sketch"].items():
             U, sigma = principal(sketch)
             if self.private:
-                sigma, share = self.denoised(sigma, sketch, sums["share"][name], len(cohort.clients))
+                joined = sums["clients"] * self.run.params.federation.privacy.sample_rate
+                sigma, share = denoised(sigma, sketch, sums["share"][name], joined, sums["noise"])
             else:
                 sigma, share = self.measured(sigma, sketch, sums["energy"][name])
             spectra[name] = sigma
             directions[name] = U[:, : RANK_RULES[self.settings.rank_rule](sigma, share, self.threshold(server.task))]
         columns = {name: counts.tolist() for name, counts in sums.get("columns", {}).items()}
         kept = {name: value for name, value in server.knowledge.items() if name != "told"}
-        facts = {"spectra": spectra, "columns": columns, "privacy": self.privacy(server) if self.private else None}
-        return self.extended(replace(server, knowledge=kept), directions, **facts)
+        return self.extended(replace(server, knowledge=kept), directions, spectra=spectra, columns=columns)
 
     def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
         """RandomizedActivationCollection (Algorithm 2), on the global model."""
@@ -135,7 +112,7 @@ class Fot(Subspaces):
         network = self.networks.load(self.run.spec(client.task + 1), weights)
         parts = self.sketched(client, network, payload["bases"].tensors)
         if self.private:
-            parts = self.noisy(client, parts, int(payload["cohort"].tensors["clients"]))
+            parts = self.bounded(parts)
         return Reply(parts), client.memory
 
     def sketched(self, client: Client, network: Network, bases: Bases) -> dict[str, Part]:
@@ -169,47 +146,24 @@ class Fot(Subspaces):
         release = self.settings.rank_rule == "release"
         return sigma.where(sigma > least, 0.0), float(energy[2] / energy[3] if release else share_outside(energy))
 
-    # The Gaussian mechanism, appendix H.
-
     @property
     def private(self) -> bool:
-        return self.settings.dp_noise_multiplier is not None
+        return self.run.params.federation.privacy.on
 
-    def deviation(self, bound: float) -> float:
-        """Of the noise in a sum over clients of what has at most this norm."""
-        return (self.settings.dp_noise_multiplier or 0.0) * bound
-
-    def noisy(self, client: Client, parts: dict[str, Part], clients: int) -> dict[str, Part]:
-        """Eq. 14: of each layer the sketch and ||X*||^2 / ||X||^2, clipped, and the client's share of the noise.
-
-        A client that does not join sends the noise alone, so that the server does not learn who joined.
-        """
-        random = client.generator("privacy")
-        joins = torch.rand((), generator=random) < self.settings.dp_sample_rate
-
-        def released(X: Tensor, bound: float) -> Tensor:
-            return clipped(X, bound) * joins + noise_share(X, self.deviation(bound), clients, random)
-
-        sketches = {name: released(A, self.settings.dp_clip) for name, A in parts["sketch"].tensors.items()}
-        shares = {name: released(share_outside(energy), 1.0) for name, energy in parts["energy"].tensors.items()}
-        return {"sketch": Part("sketch", sketches, noisy=True), "share": Part("count", shares, noisy=True)}
-
-    def denoised(self, sigma: Tensor, sketch: Tensor, shares: Tensor, clients: int) -> tuple[Tensor, float]:
-        """A sketch's singular values less the noise's energy; the mean share over the clients expected to join."""
-        share = float(shares) / (self.settings.dp_sample_rate * clients)
-        return without_noise(sigma, sketch.shape, self.deviation(self.settings.dp_clip)), min(max(share, 0.0), 1.0)
-
-    def privacy(self, server: Server) -> dict[str, Any]:
-        """What all GPSE rounds so far are worth to the client that was asked most often."""
-        asked = Counter(client for task in range(server.task + 1) for client in self.participants(task))
-        mechanism: dict[str, Any] = {
-            "noise_multiplier": self.settings.dp_noise_multiplier,
-            "sample_rate": self.settings.dp_sample_rate,
-            "releases": 2 * len(server.knowledge["bases"]),
-            "rounds": max(asked.values()),
-            "delta": self.settings.dp_delta,
+    def bounded(self, parts: dict[str, Part]) -> dict[str, Part]:
+        """Appendix H, eq. 14: of each layer the clipped sketch, and ||X*||^2 / ||X||^2, which is at most 1."""
+        clip, layers = self.settings.sketch_clip, len(parts["sketch"].tensors) ** 0.5
+        sketches = {name: clipped(A, clip) for name, A in parts["sketch"].tensors.items()}
+        shares = {name: share_outside(energy) for name, energy in parts["energy"].tensors.items()}
+        return {
+            "sketch": Part("sketch", sketches, bound=clip * layers),
+            "share": Part("count", shares, bound=layers),
         }
-        return {"epsilon": epsilon(**mechanism), "covers": COVERS, "clip": self.settings.dp_clip, **mechanism}
+
+
+def denoised(sigma: Tensor, sketch: Tensor, shares: Tensor, joined: float, noise: float) -> tuple[Tensor, float]:
+    """A sketch's singular values less the noise's energy, and the mean share over the clients expected to join."""
+    return without_noise(sigma, sketch.shape, noise), min(max(float(shares) / joined, 0.0), 1.0)
 
 
 def share_outside(energy: Tensor) -> Tensor:
@@ -222,6 +176,8 @@ def known(server: Server) -> Payload:
 
 
 def told(server: Server, replies: Replies) -> Server:
-    """The server with the sums of what clients told."""
-    sums = {part: replies.sum(part) for part in (*PARTS, "share") if part in replies.parts}
+    """The server with the sums of what clients told, and under noise how much of it the sketches have."""
+    sums: dict[str, Any] = {part: replies.sum(part) for part in (*PARTS, "share") if part in replies.parts}
+    if noise := replies.noise("sketch"):
+        sums |= {"noise": noise, "clients": len(replies.clients)}
     return replace(server, knowledge={**server.knowledge, "told": sums})

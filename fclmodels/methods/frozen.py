@@ -69,6 +69,12 @@ class Frozen(FedAvg):
             lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
         return lines
 
+    @property
+    def longest(self) -> float | None:
+        """Under noise, the length at which the features are clipped that enter a prototype."""
+        privacy = self.run.params.federation.privacy
+        return privacy.features if privacy.on else None
+
     # A sample's query, its features on the frozen backbone, never changes, nor what enters the first layer with
     # something attached: computed once a data set, then kept.
 

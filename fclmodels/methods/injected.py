@@ -9,10 +9,10 @@ where they are kept, which is not in the paper.
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from fclmodels.backbones.network import Network
@@ -25,8 +25,8 @@ from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.prompted import Prompted
-from fclmodels.numerics.privacy import epsilon
 from fclmodels.numerics.prototypes import (
+    BOUND,
     Augmentation,
     Gaussians,
     Moments,
@@ -35,17 +35,13 @@ from fclmodels.numerics.prototypes import (
     carried,
     clipped_rows,
     gaussians,
-    least_count,
+    in_units,
     moments,
-    noisy,
+    out_of_units,
     weighted,
 )
 
 Known = dict[str, Tensor]
-COVERS = (
-    "one sample's own part in a client's prototypes of a task, the prompts taken as given; those are trained on the "
-    "sample, move all prototypes and are not covered, nor are head and weight"
-)
 
 
 class Injected(Prompted):
@@ -61,19 +57,6 @@ class Injected(Prompted):
             description="what a client's prototype counts: its samples of the class, or omega (eq. 14, 15 as printed)",
         )
         earlier: bool = Field(False, description="keep the prototypes of earlier tasks and inject them too")
-        noise_multiplier: PositiveFloat | None = Field(
-            None, description="of Gaussian noise on each client's moments, in sensitivities to one sample; null: none"
-        )
-        noise_bound: PositiveFloat = Field(10.0, description="norm at which a noisy client clips its features")
-        noise_delta: float = Field(1e-5, gt=0, lt=1, description="delta that epsilon is told for")
-
-        @model_validator(mode="after")
-        def _noise_is_on(self) -> "Injected.Settings":
-            fields = type(self).model_fields
-            idle = [name for name in ("noise_bound", "noise_delta") if getattr(self, name) != fields[name].default]
-            if self.noise_multiplier is None and idle:
-                raise ValueError(f"{idle[0]} does nothing without noise. Set noise_multiplier too, or leave it out.")
-            return self
 
     settings: Settings
 
@@ -86,8 +69,10 @@ class Injected(Prompted):
             )
 
     @property
-    def sends_besides(self) -> str | None:
-        return "prototypes"
+    def without_bound(self) -> str | None:
+        if self.settings.pooled == "omega":
+            return "weighs prototypes by omega, and noise covers means over samples. Set pooled: counts."
+        return super().without_bound
 
     # On the server.
 
@@ -110,35 +95,16 @@ class Injected(Prompted):
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         server = super().aggregate(server, replies)
-        knowledge, clients = dict(server.knowledge), len(replies.facts)
-        least = 0.0 if self.settings.pooled == "omega" else self.least_count(clients)
-        found = gaussians(replies.sum("moments"), least)
-        if self.settings.noise_multiplier is not None:  # no mean of clipped features is longer
-            found = found._replace(mu=clipped_rows(found.mu, self.settings.noise_bound))
+        knowledge, total = dict(server.knowledge), replies.sum("moments")
+        if self.longest is not None:
+            total = out_of_units(total, self.longest, replies.noise("moments"))
+        found = gaussians(total)
         if "prototypes" in knowledge:
             old = knowledge["prototypes"]
             found = carried(Gaussians(old["mu"], old["sigma2"], old["known"]), found)
         labels = torch.tensor(server.spec.tasks[server.task])
         knowledge["prototypes"] = {**found._asdict(), "labels": labels, "tasks": torch.full_like(labels, server.task)}
-        if (multiplier := self.settings.noise_multiplier) is not None:
-            knowledge["privacy"] = self.privacy(server, multiplier)
         return replace(server, knowledge=knowledge)
-
-    def privacy(self, server: Server, multiplier: float) -> dict[str, Any]:
-        """What noise is worth to a sample of a client that is asked in every round of the longest task so far."""
-        delta, rounds = self.settings.noise_delta, max(self.run.rounds(task) for task in range(server.task + 1))
-        return {
-            "epsilon": epsilon(multiplier, sample_rate=1.0, releases=1, rounds=rounds, delta=delta),
-            "delta": delta,
-            "covers": COVERS,
-            "noise_multiplier": multiplier,
-            "bound": self.settings.noise_bound,
-            "rounds": rounds,
-        }
-
-    def least_count(self, clients: int) -> float:
-        """The noisy count of so many clients up to which a class counts as one that none of them has."""
-        return least_count(self.settings.noise_multiplier or 0.0, clients)
 
     # On a client.
 
@@ -152,16 +118,16 @@ class Injected(Prompted):
         classes, total = len(network.spec.tasks[client.task]), None
         for batch in self.run.batches.ordered(client.rows, self.run.params.federation.batch_size):
             features = self.found(network, batch, client.task).features
-            if self.settings.noise_multiplier is not None:
-                features = clipped_rows(features, self.settings.noise_bound)
+            if self.longest is not None:
+                features = clipped_rows(features, self.longest)
             found = moments(features, local_labels(network.spec, client.task, batch.labels), classes)
             total = found if total is None else added(total, found)
         assert total is not None
-        if self.settings.noise_multiplier is not None:
-            total = noisy(total, self.settings.noise_multiplier, self.settings.noise_bound, client.generator("noise"))
+        if self.longest is not None:
+            return Part("prototype", in_units(total, self.longest), bound=BOUND)
         if self.settings.pooled == "omega":
-            total = weighted(total, self.client_weight(client), self.least_count(clients=1))
-        return Part("prototype", total, noisy=self.settings.noise_multiplier is not None)
+            total = weighted(total, self.client_weight(client))
+        return Part("prototype", total)
 
     def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:
         if "prototypes" not in payload:

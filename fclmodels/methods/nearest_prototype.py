@@ -19,7 +19,7 @@ from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
 from fclmodels.methods.frozen import AT_ONCE, Frozen
-from fclmodels.numerics.prototypes import moments
+from fclmodels.numerics.prototypes import BOUND, clipped_rows, in_units, moments, out_of_units
 
 UNKNOWN = -1e9  # the logit of a class without a prototype
 
@@ -29,10 +29,6 @@ class NearestPrototype(Frozen):
 
     name = "nearest-prototype"
     paper = "Prototypical Networks for Few-shot Learning"
-
-    @property
-    def sends_besides(self) -> str | None:
-        return "prototypes"
 
     @property
     def instead_of_a_mean(self) -> str | None:
@@ -56,6 +52,8 @@ class NearestPrototype(Frozen):
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         own, found = server.spec.head == "per-task", replies.sum("moments")
+        if self.longest is not None:
+            found = out_of_units(found, self.longest, replies.noise("moments"))
         classes = server.spec.tasks[server.task]
         head = f"heads.{server.task if own else 0}.weight"
         rows = torch.arange(len(classes)) if own else torch.tensor(classes)
@@ -72,9 +70,13 @@ class NearestPrototype(Frozen):
         if client.index not in payload["heard"].tensors["clients"]:
             for batch in self.run.batches.ordered(rows, AT_ONCE):
                 features = self.found(network, batch, client.task).features
+                if self.longest is not None:
+                    features = clipped_rows(features, self.longest)
                 found = moments(features, local_labels(network.spec, client.task, batch.labels), classes)
                 total = {name: value + found[name].cpu() for name, value in total.items()}
-        return Reply({"moments": Part("prototype", total)}, 0.0, len(rows), client.round), client.memory
+        if self.longest is not None:
+            total = in_units(total, self.longest)
+        return Reply({"moments": Part("prototype", total, bound=BOUND)}, 0.0, len(rows), client.round), client.memory
 
 
 def with_heads(server: Server, told: dict[str, dict[str, Tensor]], heard: Tensor) -> Server:

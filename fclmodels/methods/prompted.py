@@ -38,6 +38,12 @@ class Prompted(Frozen):
     def personal(self) -> bool:
         return self.settings.head == "own"
 
+    @property
+    def without_bound(self) -> str | None:
+        if self.settings.omega == "participation":
+            return "weighs clients by participation. Set omega: samples."
+        return super().without_bound
+
     def advice(self) -> list[str]:
         lines = super().advice()
         first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))

@@ -70,10 +70,6 @@ class Special(AnchoredOnServer):
                     "Set partition.val above 0, or lambda to a number."
                 )
 
-    @property
-    def sends_besides(self) -> str | None:
-        return "val losses" if self.settings.lam == "auto" else None
-
     # On the server.
 
     def start_task(self, server: Server, task: int) -> Server:
@@ -96,11 +92,12 @@ class Special(AnchoredOnServer):
         """
         told, rounds = replies.sum("val"), self.run.rounds(averaged.task)
         averaged = knowing(averaged, rounds=averaged.knowledge["rounds"] + 1)
-        if not told["samples"]:
+        noise, guessing = replies.noise("val"), self.guessing(averaged.spec, averaged.task)
+        if not told["samples"] > 3 * noise:
             return averaged
-        loss = float(told["loss"] / told["samples"])
+        loss = float(told["loss"] / told["samples"]) * (2 * guessing if noise else 1)
         before = Search(**averaged.knowledge["search"])
-        search = before.after(loss, self.guessing(averaged.spec, averaged.task), self.settings.tolerance, rounds)
+        search = before.after(loss, guessing, self.settings.tolerance, rounds)
         radius = search.radius(drift, last=averaged.knowledge["rounds"] == rounds)
         share = share_within(radius, distance(averaged.weights, averaged.knowledge["anchor"]))
         return knowing(averaged, search=asdict(search), share=share)
@@ -128,14 +125,21 @@ class Special(AnchoredOnServer):
 
     @torch.no_grad()
     def val_loss(self, client: Client, payload: Payload) -> Part:
-        """The loss of the model that it was sent, summed over its val rows, and their number."""
+        """The loss of the model that it was sent, summed over its val rows, and their number.
+
+        Under noise their mean, at most twice what guessing costs, in units of that, and 1 where there are rows.
+        """
         weights = self.whole(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.run.batches.ordered(client.val, self.run.params.federation.batch_size):
             loss = self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
             total += loss.cpu() * len(batch.labels)
-        return Part("statistics", {"loss": total, "samples": torch.tensor(len(client.val), dtype=torch.float64)})
+        samples = torch.tensor(len(client.val), dtype=torch.float64)
+        if self.run.params.federation.privacy.on:
+            most = 2 * self.guessing(network.spec, client.task)
+            total, samples = (total / samples.clamp(min=1) / most).clamp(max=1), samples.clamp(max=1)
+        return Part("statistics", {"loss": total, "samples": samples}, bound=math.sqrt(2))
 
     # Before a run.
 

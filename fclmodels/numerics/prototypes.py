@@ -11,11 +11,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fclmodels.numerics.privacy import noise_share
+from fclmodels.numerics.privacy import gaussian
 
 Moments = dict[str, Tensor]
 Augmentation = Literal["normal", "paper", "release"]
-SENSITIVITY = math.sqrt(3)  # of a sample's count, sum and squares together, in the units of `noisy`
+POWERS = {"weight": 0, "sum": 1, "square": 2}  # of a feature's length
+BOUND = math.sqrt(3)  # of a sample's count, sum and squares together, in the units of `in_units`
+LEAST = 3  # deviations of the noise in a class's weight up to which it may well be noise alone
 
 
 class Gaussians(NamedTuple):
@@ -37,24 +39,24 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
     }
 
 
-def weighted(counted: Moments, w: float, least: float = 0.0) -> Moments:
+def weighted(counted: Moments, w: float) -> Moments:
     """A client's w, w mu and w (mu^2 + sigma^2) for each class that it has, from its count moments (eq. 14, 15).
 
     The paper has w = participation x samples of the task, the same for a class with one sample and with a thousand.
     """
-    known = counted["weight"] > least
+    known = counted["weight"] > 0
     share = w / torch.where(known, counted["weight"], torch.inf)[:, None]
     return {"weight": w * known.double(), "sum": share * counted["sum"], "square": share * counted["square"]}
 
 
-def gaussians(total: Moments, least: float = 0.0) -> Gaussians:
+def gaussians(total: Moments) -> Gaussians:
     """mu = sum / weight (eq. 14) and sigma^2 = square / weight - mu^2 (eq. 15), in float64.
 
     The difference cancels: of n samples a variance is off by some 1e-16 sqrt(n) (mu^2 + sigma^2). Features of a frozen
-    transformer have means of a few deviations, so that there is nothing to gain from a shift. A class of weight `least`
-    or below is not known.
+    transformer have means of a few deviations, so that there is nothing to gain from a shift. A class without weight is
+    not known.
     """
-    known = total["weight"] > least
+    known = total["weight"] > 0
     weight = torch.where(known, total["weight"], torch.inf)[:, None]
     mu = total["sum"] / weight
     sigma2 = total["square"] / weight - mu.square()
@@ -83,7 +85,7 @@ def augmented(mu: Tensor, sigma2: Tensor, count: int, kind: Augmentation, genera
 
 def _normal(mu: Tensor, sigma2: Tensor, count: int, generator: torch.Generator) -> Tensor:
     means = mu[:, None].expand(-1, count, -1)
-    return means + sigma2.sqrt()[:, None] * noise_share(means, 1.0, 1, generator)
+    return means + sigma2.sqrt()[:, None] * gaussian(means, 1.0, generator)
 
 
 def _paper(mu: Tensor, sigma2: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -114,18 +116,24 @@ def clipped_rows(features: Tensor, bound: float) -> Tensor:
     return features.double().renorm(2, 0, bound)
 
 
-def noisy(counted: Moments, multiplier: float, bound: float, generator: torch.Generator) -> Moments:
-    """A client's count moments by the Gaussian mechanism, for samples of which each may have been there or not.
+def in_units(counted: Moments, bound: float) -> Moments:
+    """Count moments as means over the client's samples, in units of 1, bound and bound^2.
 
-    One sample x, ||x|| <= bound, adds (1, x, x^2) to its class's row and nothing to others, and ||x^2|| <= bound^2: in
-    units of 1, bound and bound^2 that has a norm of at most sqrt(3). Every entry, also of classes that the client
-    lacks, gets noise of `multiplier` times that in its unit: one release a round for `privacy.epsilon`.
+    A sample x, ||x|| <= bound, is (1, x, x^2) in its class's row, and ||x^2|| <= bound^2: a vector of length
+    BOUND at most. So is the mean of such, whatever their number.
     """
-    units = {"weight": 1.0, "sum": bound, "square": bound**2}
-    scale = multiplier * SENSITIVITY
-    return {name: value + noise_share(value, scale * units[name], 1, generator) for name, value in counted.items()}
+    n = counted["weight"].sum().clamp(min=1)
+    return {name: value / (n * bound ** POWERS[name]) for name, value in counted.items()}
 
 
-def least_count(multiplier: float, clients: int) -> float:
-    """Three deviations of a class's noisy count, summed over so many clients: up to here it may well be noise alone."""
-    return 3 * multiplier * SENSITIVITY * math.sqrt(clients)
+def out_of_units(total: Moments, bound: float, noise: float) -> Moments:
+    """The inverse for a sum over clients with noise of that deviation; in mu and sigma2 each client counts the same.
+
+    A class whose weight may well be noise alone has none, and no mean is longer than those of clipped features.
+    """
+    weight = total["weight"] * (total["weight"] > LEAST * noise)
+    found = {name: value * bound ** POWERS[name] for name, value in total.items()}
+    most = weight[:, None] * bound
+    shrunk = (most / found["sum"].norm(dim=1, keepdim=True)).clamp(max=1).nan_to_num(0)
+    square = torch.minimum(found["square"].clamp(min=0), most * bound)
+    return {"weight": weight, "sum": found["sum"] * shrunk, "square": square}

@@ -90,7 +90,7 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("reference", omega=-torch.ones(2, 2)), ("p", "is negative")),
         (part("count", seen=torch.tensor([-1, 3])), ("p", "is negative")),
         (part("count", seen=torch.tensor(True)), ("p", "has numbers of torch.bool")),
-        ({"p": Part("count", {"share": torch.tensor(-0.1)}, noisy=True)}, None),
+        ({"p": Part("count", {"share": torch.tensor(-0.1)}, noise=1.0)}, None),
     ],
 )  # fmt: skip
 def test_a_reply_by_itself(parts: Parts, fault: tuple[str, str] | None) -> None:

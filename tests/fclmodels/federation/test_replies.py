@@ -137,3 +137,13 @@ def test_the_logged_loss_does_not_depend_on_who_answers_first(
     in_order = [reply(client) for client in sorted(CLIENTS)]
     samples = sum(r.samples for r in in_order)
     assert replies.loss == sum(r.loss * r.samples for r in in_order) / samples
+
+
+def test_the_noise_of_a_sum_is_that_of_independent_terms(tmp_path: Path) -> None:
+    """Of a reply that counts half, half."""
+    replies = Replies((3, 5), tmp_path)
+    for client, weight, noise in ((3, 1.0, 3.0), (5, 0.5, 8.0)):
+        part = Part("update", {"w": torch.ones(2)}, noise=noise)
+        replies.add(client, Reply({"update": part}), weight)
+    assert replies.noise("update") == 5.0
+    assert replies.loss is None

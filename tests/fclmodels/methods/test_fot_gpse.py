@@ -260,7 +260,10 @@ class Interruption(Listener):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("variant", [("methods.fot.gpse=local",), ("methods.fot.dp_noise_multiplier=2",)])
+KNOWLEDGE = ("federation.privacy.noise_multiplier=2", "federation.privacy.covers=knowledge")
+
+
+@pytest.mark.parametrize("variant", [("methods.fot.gpse=local",), KNOWLEDGE])
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
     variant: tuple[str, ...],
     experiment_of: Callable,
@@ -295,8 +298,8 @@ def test_workers_give_the_same_bits(
     settings = (
         *HARD,
         "model.dropout=[0.2, 0.5]",
-        "methods.fot.dp_noise_multiplier=2",
-        "methods.fot.dp_sample_rate=0.7",
+        *KNOWLEDGE,
+        "federation.privacy.sample_rate=0.7",
     )
     splits = splits_of(tasks=3, train=FEW)
     workers = ("federation.executor=processes", "federation.workers=2")

@@ -229,6 +229,33 @@ def test_each_task_is_searched_anew_and_ends_nearer_the_anchor_than_fedavg(
         assert next(anchored) < 0.9 * next(anchored)
 
 
+ALONE = ("federation.privacy.noise_multiplier=1e-9", "federation.privacy.covers=knowledge")
+
+
+def test_with_hardly_any_noise_on_val_losses_the_search_is_that_without(
+    method_of: Callable, splits_of: Callable, after_each_task: Callable
+) -> None:
+    """Clients have as many val rows each, so that the mean over clients is that over rows."""
+    plain, noisy = (
+        after_each_task(method_of(Special, "federation.rounds=6", *noise, splits=splits_of(val=4), **AUTO))
+        for noise in ((), ALONE)
+    )
+    losses = plain[1].knowledge["search"]["losses"]
+    assert noisy[1].knowledge["search"]["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def test_under_noise_no_client_tells_more_than_its_bound(
+    method_of: Callable, client_of: Callable, splits_of: Callable
+) -> None:
+    """Of a model that is sure of what is wrong: the loss is cut at twice what guessing costs."""
+    method = method_of(Special, *ALONE, splits=splits_of(val=4), **AUTO)
+    payload = method.payload(method.start_task(method.start_task(method.setup(), 0), 1))
+    wrong = {name: 1e4 * tensor for name, tensor in payload["weights"].tensors.items()}
+    told = method.val_loss(client_of(method, 0, 1), {"weights": Part("weights", wrong)})
+    assert (told.tensors["loss"].item(), told.tensors["samples"].item()) == (1, 1)
+    assert told.bound == pytest.approx(2**0.5)
+
+
 def test_stopped_and_resumed_it_is_the_same(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
     """The search is part of what is committed."""
     settings = ("methods.special.lambda=auto", "federation.rounds=4", "federation.checkpoint_seconds=0")

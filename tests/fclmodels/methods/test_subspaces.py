@@ -17,7 +17,6 @@ VARIANTS = {
     "gpm": ("gpm", ()),
     "fot": ("fot", ()),
     "fot-release": ("fot", ("gpse=local", "rank_rule=release")),
-    "fot-private": ("fot", ("dp_noise_multiplier=1", "dp_sample_rate=0.5")),
     "fedprotip": ("fedprotip", ()),
     "fedprotip-release": ("fedprotip", ("union=sequential", "rank_rule=total-energy", "batch_norm=average")),
     "fedprotip-sketch": ("fedprotip", ("exchange=sketch", "sketch_width=5", "tip_reference=mean", "tip_later=zero")),

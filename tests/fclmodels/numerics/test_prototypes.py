@@ -11,7 +11,9 @@ from hypothesis.strategies import floats, integers
 from numpy.testing import assert_allclose
 from scipy import stats
 
+from fclmodels.numerics.privacy import gaussian
 from fclmodels.numerics.prototypes import (
+    BOUND,
     Augmentation,
     Gaussians,
     Moments,
@@ -20,9 +22,9 @@ from fclmodels.numerics.prototypes import (
     carried,
     clipped_rows,
     gaussians,
-    least_count,
+    in_units,
     moments,
-    noisy,
+    out_of_units,
     weighted,
 )
 
@@ -167,44 +169,50 @@ def test_a_missing_class_gets_as_many_as_an_own_one_has() -> None:
     assert balanced(2, 9) == 1
 
 
-@given(bound=floats(1e-2, 1e2), scale=floats(1e-2, 1e3), seed=integers(0, 999), n=integers(0, 5))
-def test_no_sample_moves_the_sums_by_more_than_the_sensitivity(bound: float, scale: float, seed: int, n: int) -> None:
-    X = scale * torch.randn(n + 1, 4, generator=seeded(seed))
-    clipped = clipped_rows(X, bound)
+@given(bound=floats(1e-2, 1e2), scale=floats(1e-2, 1e3), seed=integers(0, 999), n=integers(0, 9))
+def test_no_client_is_longer_than_the_bound(bound: float, scale: float, seed: int, n: int) -> None:
+    """Whatever its samples, and however many."""
+    X = scale * torch.randn(n, 4, generator=seeded(seed))
+    short = clipped_rows(X, bound)
     inside = X.norm(dim=1) < bound * (1 - 1e-6)
-    assert torch.equal(clipped[inside], X[inside].double())
-    labels = torch.arange(n + 1) % 3
-    more, less = moments(clipped, labels, 3), moments(clipped[:n], labels[:n], 3)
-    units = {"weight": 1.0, "sum": bound, "square": bound**2}
-    moved = math.sqrt(sum(float(((more[name] - less[name]) / units[name]).square().sum()) for name in more))
-    assert moved <= math.sqrt(3) * (1 + 1e-9)
+    assert torch.equal(short[inside], X[inside].double())
+    told = in_units(moments(short, torch.arange(n) % 3, 3), bound)
+    assert math.sqrt(sum(float(value.square().sum()) for value in told.values())) <= BOUND * (1 + 1e-9)
 
 
-def test_one_along_an_axis_attains_the_sensitivity_and_the_noise_is_of_it() -> None:
-    """1, 2 and 4, each in its own unit. Kolmogorov and Smirnov leave one correct run in 10,000 out."""
-    one = moments(clipped_rows(torch.tensor([[0.0, 9.0]]), 2.0), torch.tensor([0]), 1)
-    units = {"weight": 1.0, "sum": 2.0, "square": 4.0}
-    assert {name: float(value.abs().max()) for name, value in one.items()} == pytest.approx(units)
-    counted = moments(torch.zeros(0, 50), torch.zeros(0, dtype=torch.long), 200)
-    noise = noisy(counted, 0.7, 2.0, seeded())
-    for name, value in noise.items():
-        assert stats.kstest(value.flatten().numpy() / (0.7 * math.sqrt(3) * units[name]), "norm").pvalue > 1e-4
-    assert abs(np.corrcoef(noise["sum"].flatten().numpy(), noise["square"].flatten().numpy())[0, 1]) < 0.042
+def test_samples_along_an_axis_attain_the_bound() -> None:
+    told = in_units(
+        moments(clipped_rows(torch.tensor([[0.0, 9.0]] * 5), 2.0), torch.zeros(5, dtype=torch.long), 1), 2.0
+    )
+    assert [float(value.abs().max()) for value in told.values()] == pytest.approx([1, 1, 1])
+    assert math.sqrt(sum(float(value.square().sum()) for value in told.values())) == pytest.approx(BOUND)
 
 
-def test_a_weight_that_may_be_noise_alone_is_none() -> None:
-    total = {"weight": torch.tensor([-3.0, 0.5, 0.6]), "sum": torch.ones(3, 1), "square": torch.full((3, 1), 2.0)}
-    for each, least, w in ((total, 0.5, 0.6), (weighted(total, 6.0, 0.5), 0.0, 6.0)):
-        mu, sigma2, known = gaussians(each, least)
-        assert known.tolist() == [False, False, True]
-        assert each["weight"][2].item() == pytest.approx(w)
-        assert_allclose(mu, [[0], [0], [1 / 0.6]])
-        assert_allclose(sigma2, [[0], [0], [2 / 0.6 - 1 / 0.36]])
+def test_units_leave_the_gaussians_of_clients_of_one_size_as_they_were() -> None:
+    X, labels = torch.randn(40, 3, generator=seeded()), torch.arange(40) % 4
+    clients = [moments(X[i::8], labels[i::8], 4) for i in range(8)]
+    total = out_of_units(added([in_units(each, 10.0) for each in clients]), 10.0, noise=0.0)
+    for found, expected in zip(gaussians(total), gaussians(added(clients)), strict=True):
+        assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_what_noise_makes_impossible_is_mended() -> None:
+    """A weight that may well be noise, a mean longer than any feature, squares below 0 and above all features'."""
+    total = {
+        "weight": torch.tensor([-3.0, 1.5, 1.6]),
+        "sum": torch.tensor([[1.0, 0], [1, 0], [3, 4]]),
+        "square": torch.tensor([[1.0, 1], [1, 1], [-1, 9]]),
+    }
+    mended = out_of_units(total, 2.0, noise=0.5)
+    assert mended["weight"].tolist() == pytest.approx([0, 0, 1.6])
+    assert_allclose(mended["sum"], [[0, 0], [0, 0], [1.6 * 2 * 0.6, 1.6 * 2 * 0.8]], rtol=1e-6)
+    assert_allclose(mended["square"], [[0, 0], [0, 0], [0, 1.6 * 4]], rtol=1e-6)
+    assert gaussians(mended).known.tolist() == [False, False, True]
 
 
 def test_a_class_that_nobody_holds_is_hardly_ever_known_under_noise() -> None:
     """Three deviations: one in 740, and of 20,000 classes fewer than 60 but for one run in 10,000."""
     nothing = moments(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long), 20_000)
     random = seeded()
-    total = added([noisy(nothing, 0.7, 2.0, random) for _ in range(4)])
-    assert 5 < int(gaussians(total, least_count(0.7, clients=4)).known.sum()) < 60
+    total = {name: value + gaussian(value, 0.7, random) for name, value in nothing.items()}
+    assert 5 < int(gaussians(out_of_units(total, 2.0, noise=0.7)).known.sum()) < 60
