@@ -1,13 +1,13 @@
 """What travels between the server and its clients: parts made of named tensors.
 
-Between processes a message is JSON plus raw tensor bytes in shared memory; nothing is pickled.
+Between processes a message is JSON plus raw tensor bytes, in shared memory or as one bytes object; nothing is pickled.
 """
 
 import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -85,23 +85,11 @@ class SharedBuffer:
 
     def write(self, tree: Tree) -> int:
         """Copy a tree in; returns its size, which the reader must be told."""
-        skeleton, tensors = flatten(tree)
-        layout, end = _layout(tensors.values())
-        header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
-        memory = self._mapped(end + len(header) + 8)
-        for tensor, place in zip(tensors.values(), layout, strict=True):
-            _view(memory, place).copy_(tensor)
-        size = end + len(header) + 8
-        memory[end : end + len(header)] = header
-        memory[end + len(header) : size] = len(header).to_bytes(8, "little")
-        return size
+        return _write(tree, self._mapped)[1]
 
     def read(self, size: int) -> Tree:
         """The tree of that size; its tensors are views that the next write changes."""
-        memory = self._mapped(size)
-        length = int.from_bytes(memory[size - 8 : size], "little")
-        skeleton, layout = json.loads(memory[size - 8 - length : size - 8])
-        return unflatten(skeleton, lambda name: _view(memory, layout[name]))
+        return _read(self._mapped(size), size)
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
@@ -109,6 +97,39 @@ class SharedBuffer:
                 os.ftruncate(self.descriptor, size)
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         return self._map
+
+
+def to_bytes(tree: Tree) -> bytes:
+    """A tree as one message."""
+    memory, size = _write(tree, lambda size: mmap.mmap(-1, size))
+    return memory[:size]
+
+
+def from_bytes(message: bytes) -> Tree:
+    """The inverse. Its tensors lie in memory of their own, at addresses as torch would give them."""
+    memory = mmap.mmap(-1, len(message))
+    memory[:] = message
+    return _read(memory, len(message))
+
+
+def _write(tree: Tree, memory_of: Callable[[int], mmap.mmap]) -> tuple[mmap.mmap, int]:
+    """The tensors, then where each lies, then how long that is."""
+    skeleton, tensors = flatten(tree)
+    layout, end = _layout(tensors.values())
+    header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
+    size = end + len(header) + 8
+    memory = memory_of(size)
+    for tensor, place in zip(tensors.values(), layout, strict=True):
+        _view(memory, place).copy_(tensor)
+    memory[end : end + len(header)] = header
+    memory[end + len(header) : size] = len(header).to_bytes(8, "little")
+    return memory, size
+
+
+def _read(memory: mmap.mmap, size: int) -> Tree:
+    length = int.from_bytes(memory[size - 8 : size], "little")
+    skeleton, layout = json.loads(memory[size - 8 - length : size - 8])
+    return unflatten(skeleton, lambda name: _view(memory, layout[name]))
 
 
 def _layout(tensors: Iterable[Tensor]) -> tuple[list[tuple[str, list[int], int]], int]:

@@ -1,0 +1,342 @@
+"""Clients run on a Ray cluster, in long-lived actors of one thread each (or as set), each with its share of the GPUs.
+
+The payload of a round is put into the object store once. Clients go out in chunks; an actor has the next chunk while
+it works on one. Samples are memory-mapped where a node sees the splits' folder, and come from the object store where it
+does not; what clients remember always travels. Actors that are lost, alone or with their node, are replaced as soon as
+the cluster has room, and their chunks run again, which cannot change the result.
+
+Ray gets bytes, strings and numbers from us, which it carries raw or as msgpack: no message of ours is pickled. What it
+pickles itself are the class `Host`, its own exceptions and its own records; its ports let anyone in who reaches them.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fclmodels import state
+from fclmodels.errors import UserError
+from fclmodels.federation import malloc
+from fclmodels.federation.choice import cores
+from fclmodels.federation.executor import Answer, Job, perform
+from fclmodels.federation.messages import Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.secure import secrets_file
+from fclmodels.federation.worker import method_of, set_up_of
+from fclmodels.fingerprint import source_closure
+from fclmodels.state import Tree
+
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+CHUNKS = 4  # for each actor in an exchange: so many that none begins with much when the others are at the end
+AHEAD = 2  # chunks that an actor has, so that it never waits for the next one
+DEATHS_OF_ONE_CHUNK = 3
+PATIENCE = 300.0  # seconds without any actor, where the cluster has no room for one
+
+Chunk = tuple[int, ...]
+
+
+class RayCluster:
+    def __init__(self, method: "Method", params_file: Path, workers: int | None, threads: int) -> None:
+        self.method = method
+        self._opened = contextlib.ExitStack()
+        self.ray = self._opened.enter_context(cluster(threads * workers if workers else None))
+        has = self.ray.cluster_resources()
+        self._count = workers or max(1, int(has.get("CPU", 1)) // threads)
+        self._set_up = json.dumps(
+            set_up_of(method, threads)
+            | {
+                "params": {**json.loads(params_file.read_text()), "device": method.run.device.type},
+                "beside": str(params_file.absolute()),  # where home is seen, this file is
+                "code": source_closure(type(method).__module__),
+                "folder": str(Path.cwd()),
+            }
+        )
+        self._options = {
+            "num_cpus": threads,
+            "num_gpus": 0 if method.run.device.type == "cpu" else min(1.0, has.get("GPU", 0) / self._count),
+            "scheduling_strategy": "SPREAD",
+            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+        }
+        self._data: list[Any] = []
+        self._actors: list[Actor] = []
+
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        size, left = chunk_size(len(clients), self._count), len(clients)
+        chunks = deque(tuple(clients[i : i + size]) for i in range(0, left, size))
+        while len(self._actors) < min(self._count, len(chunks)):
+            self._actors.append(self._started())
+        begin = json.dumps([job.question, job.task, job.round]), self.ray.put(to_bytes(parts_to_tree(job.payload)))
+        for actor in self._actors:
+            actor.begun = False
+        deaths: Counter[int | None] = Counter()
+        try:
+            while left:
+                for actor in self._actors:
+                    while chunks and actor.ready and actor.chunks < AHEAD:
+                        actor.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
+                for answer in self._next_answers(chunks, deaths):
+                    yield _answer(answer, job, memories)
+                    left -= 1
+        finally:
+            if left:  # interrupted: what these actors still answer belongs to no one
+                self._end_actors()
+
+    def close(self) -> None:
+        self._end_actors()
+        self._data = []
+        self._opened.close()
+
+    def _started(self) -> "Actor":
+        return Actor(self.ray, self.ray.remote(Host).options(**self._options).remote(), self._set_up)
+
+    def _end_actors(self) -> None:
+        for actor in self._actors:
+            actor.end()
+        self._actors = []
+
+    def _next_answers(self, chunks: deque[Chunk], deaths: Counter[int | None]) -> list[Tree]:
+        """Of a chunk, or none: then an actor has got ready, or was lost and is replaced."""
+        actor = self._next_to_answer()
+        try:
+            message, chunk = actor.answer()
+        except self.ray.exceptions.RayError as problem:
+            lost = actor.end()
+            chunks.extendleft(reversed(lost))
+            self._actors[self._actors.index(actor)] = self._started()
+            if lost or not actor.ready:
+                self._count_death(deaths, lost[0] if lost else (), problem)
+            return []
+        if "needs data" in message:
+            actor.call("fetch", *self._data_refs())
+        elif chunk is None:
+            actor.ready = True
+        return message.get("answers", [])
+
+    def _next_to_answer(self) -> "Actor":
+        """An actor whose oldest call is done. Meanwhile Ray starts those for which it finds room."""
+        calls = {actor.waiting[0][0]: actor for actor in self._actors if actor.waiting}
+        while not (done := self.ray.wait(list(calls), timeout=PATIENCE)[0]):
+            if not any(actor.ready for actor in self._actors):
+                room = f"{self._options['num_cpus']} CPUs and {self._options['num_gpus']} GPUs"
+                raise UserError(
+                    f"federation.executor: ray: the cluster had no room for an actor ({room}) in {PATIENCE:.0f} s. "
+                    "Add a node, or end what else runs there."
+                )
+        return calls[done[0]]
+
+    def _data_refs(self) -> list[Any]:
+        """All that splits are made of, in the object store from now on: name, content, name, content ..."""
+        if not self._data:
+            for name, content in self.method.run.splits.files().items():
+                self._data += [name, self.ray.put(content)]
+        return self._data
+
+    def _count_death(self, deaths: Counter[int | None], chunk: Chunk, problem: Exception) -> None:
+        """Actors that keep dying on the same clients, or before they have any, are an error."""
+        first = chunk[0] if chunk else None
+        deaths[first] += 1
+        if chunk and deaths[first] >= DEATHS_OF_ONE_CHUNK:
+            whom = ", ".join(map(str, chunk))
+            raise RuntimeError(f"client {whom}: the actor died {deaths[first]} times ({type(problem).__name__})")
+        if deaths[None] >= DEATHS_OF_ONE_CHUNK * self._count:
+            raise RuntimeError(f"actors cannot be started: {problem}")
+
+
+class Actor:
+    """The main process's end of one actor; `waiting` holds its calls that are not answered, in order."""
+
+    def __init__(self, ray: ModuleType, handle: Any, set_up: str) -> None:
+        self.ray = ray
+        self.handle = handle
+        self.waiting: deque[tuple[Any, Chunk | None]] = deque()
+        self.ready = self.begun = False
+        self.call("set_up", set_up)
+
+    @property
+    def chunks(self) -> int:
+        return sum(chunk is not None for _, chunk in self.waiting)
+
+    def call(self, what: str, *arguments: Any, chunk: Chunk | None = None) -> None:
+        self.waiting.append((getattr(self.handle, what).remote(*arguments), chunk))
+
+    def give(self, chunk: Chunk, begin: tuple[str, Any], order: Callable[[Chunk], bytes]) -> None:
+        if not self.begun:
+            self.call("begin", *begin)
+            self.begun = True
+        self.call("run", order(chunk), chunk=chunk)
+
+    def answer(self) -> tuple[Tree, Chunk | None]:
+        """Of the oldest call. It stays in `waiting` where the actor was lost."""
+        message = from_bytes(self.ray.get(self.waiting[0][0]))
+        if "error" in message:
+            raise (UserError if message["user"] else RuntimeError)(message["error"])
+        return message, self.waiting.popleft()[1]
+
+    def end(self) -> list[Chunk]:
+        """At once; the chunks that are to be given to others."""
+        self.ray.kill(self.handle)
+        return [chunk for _, chunk in self.waiting if chunk is not None]
+
+
+def _order(job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> bytes:
+    """Which clients to run, with the files of what they remember."""
+    orders = []
+    for client in clients:
+        files = [path for path in (memories.get(client), secrets_file(job.scratch, client)) if path and path.exists()]
+        memory = memories[client].name if client in memories else None
+        orders.append({"client": client, "memory": memory, "files": {path.name: _content(path) for path in files}})
+    return to_bytes(orders)
+
+
+def _answer(told: Tree, job: Job, memories: Mapping[int, Path]) -> Answer:
+    """With the files of what the client remembers from now on in the job's scratch folder."""
+    client, secrets = told["client"], secrets_file(job.scratch, told["client"])
+    if secrets.name not in told["files"]:
+        secrets.unlink(missing_ok=True)
+    for name, content in told["files"].items():
+        with state.replacing(job.scratch / name) as temporary:
+            temporary.write_bytes(state.as_bytes(content))
+    memory = told["memory"] and (job.scratch / told["memory"] if told["memory"] in told["files"] else memories[client])
+    return Answer(client, Reply(parts_from_tree(told["parts"]), **told["facts"]), memory, told["seconds"])
+
+
+class Host:
+    """What runs in an actor. Each call answers with bytes; a mistake or an error is an answer too."""
+
+    def __init__(self) -> None:
+        malloc.tune()
+        node = importlib.import_module("ray._private.worker")._global_node
+        # Goes with the session of Ray at the latest, however this process ends.
+        self.folder = Path(tempfile.mkdtemp(prefix="fcl-", dir=node.get_session_dir_path()))
+
+    def set_up(self, words: str) -> bytes:
+        return told(lambda: self._set_up(json.loads(words)))
+
+    def fetch(self, *data: Any) -> bytes:
+        """Splits from the object store. Their files need no name once they are mapped."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            for name, content in zip(data[::2], data[1::2], strict=True):
+                (Path(folder) / name).write_bytes(content)
+            return told(lambda: self._open(Path(folder)))
+
+    def begin(self, words: str, payload: bytes) -> bytes:
+        return told(lambda: self._begin(*json.loads(words), payload))
+
+    def run(self, order: bytes) -> bytes:
+        return told(lambda: {"answers": [self._run(**client) for client in from_bytes(order)]})
+
+    def _set_up(self, facts: dict[str, Any]) -> Tree:
+        self.facts = facts
+        torch.set_num_threads(facts["threads"])
+        if Path(facts["folder"]).is_dir():
+            os.chdir(facts["folder"])  # paths in settings begin there
+        try:
+            here = json.loads((Path(facts["splits"]) / "stream.json").read_text())["digest"] == facts["digest"]
+        except (OSError, ValueError):
+            here = False
+        return self._open(Path(facts["splits"])) if here else {"needs data": True}
+
+    def _open(self, splits: Path) -> Tree:
+        settings = self.folder / "params.json"
+        settings.write_text(json.dumps(self.facts["params"]))
+        if not Path(self.facts["beside"]).exists():
+            self.facts["home"] = str(self.folder / "home")
+        self.method = method_of(self.facts, settings, splits)
+        if source_closure(type(self.method).__module__) != self.facts["code"]:
+            raise UserError(f"{socket.gethostname()} has another version of {self.method.name}. Install the same one.")
+        return {}
+
+    def _begin(self, question: str, task: int, round: int, payload: bytes) -> Tree:
+        self.job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path()).to(self.method.run.device)
+        return {}
+
+    def _run(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> Tree:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            scratch = Path(folder)
+            for name, content in files.items():
+                (scratch / name).write_bytes(state.as_bytes(content))
+            answer = perform(self.method, replace(self.job, scratch=scratch), client, memory and scratch / memory)
+            return {
+                "client": client,
+                "parts": parts_to_tree(answer.reply.parts),
+                "facts": answer.reply.facts,
+                "memory": answer.memory and answer.memory.name,
+                "files": {path.name: _content(path) for path in scratch.iterdir() if path.name != memory},
+                "seconds": answer.seconds,
+            }
+
+
+def told(work: Callable[[], Tree]) -> bytes:
+    """What the work gives, or what went wrong with it."""
+    try:
+        return to_bytes(work())
+    except Exception as problem:
+        mistake = isinstance(problem, UserError)
+        return to_bytes({"user": mistake, "error": str(problem) if mistake else traceback.format_exc()})
+
+
+def _content(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.fromfile(path, np.uint8))
+
+
+def chunk_size(clients: int, actors: int) -> int:
+    """A power of two, so that the sum over a chunk is a node of the tree over all clients."""
+    return 2 ** int(math.log2(max(1, clients / (actors * CHUNKS))))
+
+
+@contextlib.contextmanager
+def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
+    """Ray, on the cluster of RAY_ADDRESS or on one of its own that is this machine, with so many CPUs or all."""
+    ray = ray_module()
+    if ray.is_initialized():
+        yield ray
+        return
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    with tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        if address := os.environ.get("RAY_ADDRESS"):
+            refuse_silence(address)
+            ray.init(address, **quiet)
+        else:  # for nobody else: on the loopback interface
+            own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
+            ray.init("local", num_cpus=cpus or cores(), **own, **quiet)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def refuse_silence(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"RAY_ADDRESS: no cluster answers at {address} ({problem}). It must be HOST:PORT, as `ray start --head` "
+            "prints it, on a machine that belongs to the cluster; or unset it."
+        ) from problem
+
+
+def ray_module() -> ModuleType:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as problem:
+        raise UserError("a cluster needs the package ray. Install it: pip install 'fclflow[ray]'.") from problem
