@@ -62,5 +62,5 @@ $(READY): pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo 'fclflow needs Python 3.11 or newer with its venv module; none was found.' >&2; exit 1; }
 	@echo 'Setting up $(VENV) with $(PYTHON): about two minutes, once.'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,text,dev]'
+	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,ray,text,dev]'
 	@touch $@

@@ -18,25 +18,21 @@ import os
 import socket
 import sys
 import tempfile
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from fclmodels import state
 from fclmodels.errors import UserError
-from fclmodels.federation import malloc
 from fclmodels.federation.choice import cores
-from fclmodels.federation.executor import Answer, Job, perform
+from fclmodels.federation.executor import Answer, Job
 from fclmodels.federation.messages import Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.ray_host import Host, content
 from fclmodels.federation.secure import secrets_file
-from fclmodels.federation.worker import method_of, set_up_of
+from fclmodels.federation.worker import set_up_of
 from fclmodels.fingerprint import source_closure
 from fclmodels.state import Tree
 
@@ -200,7 +196,7 @@ def _order(job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> by
     for client in clients:
         files = [path for path in (memories.get(client), secrets_file(job.scratch, client)) if path and path.exists()]
         memory = memories[client].name if client in memories else None
-        orders.append({"client": client, "memory": memory, "files": {path.name: _content(path) for path in files}})
+        orders.append({"client": client, "memory": memory, "files": {path.name: content(path) for path in files}})
     return to_bytes(orders)
 
 
@@ -209,90 +205,11 @@ def _answer(told: Tree, job: Job, memories: Mapping[int, Path]) -> Answer:
     client, secrets = told["client"], secrets_file(job.scratch, told["client"])
     if secrets.name not in told["files"]:
         secrets.unlink(missing_ok=True)
-    for name, content in told["files"].items():
+    for name, written in told["files"].items():
         with state.replacing(job.scratch / name) as temporary:
-            temporary.write_bytes(state.as_bytes(content))
+            temporary.write_bytes(state.as_bytes(written))
     memory = told["memory"] and (job.scratch / told["memory"] if told["memory"] in told["files"] else memories[client])
     return Answer(client, Reply(parts_from_tree(told["parts"]), **told["facts"]), memory, told["seconds"])
-
-
-class Host:
-    """What runs in an actor. Each call answers with bytes; a mistake or an error is an answer too."""
-
-    def __init__(self) -> None:
-        malloc.tune()
-        node = importlib.import_module("ray._private.worker")._global_node
-        # Goes with the session of Ray at the latest, however this process ends.
-        self.folder = Path(tempfile.mkdtemp(prefix="fcl-", dir=node.get_session_dir_path()))
-
-    def set_up(self, words: str) -> bytes:
-        return told(lambda: self._set_up(json.loads(words)))
-
-    def fetch(self, *data: Any) -> bytes:
-        """Splits from the object store. Their files need no name once they are mapped."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            for name, content in zip(data[::2], data[1::2], strict=True):
-                (Path(folder) / name).write_bytes(content)
-            return told(lambda: self._open(Path(folder)))
-
-    def begin(self, words: str, payload: bytes) -> bytes:
-        return told(lambda: self._begin(*json.loads(words), payload))
-
-    def run(self, order: bytes) -> bytes:
-        return told(lambda: {"answers": [self._run(**client) for client in from_bytes(order)]})
-
-    def _set_up(self, facts: dict[str, Any]) -> Tree:
-        self.facts = facts
-        torch.set_num_threads(facts["threads"])
-        if Path(facts["folder"]).is_dir():
-            os.chdir(facts["folder"])  # paths in settings begin there
-        try:
-            here = json.loads((Path(facts["splits"]) / "stream.json").read_text())["digest"] == facts["digest"]
-        except (OSError, ValueError):
-            here = False
-        return self._open(Path(facts["splits"])) if here else {"needs data": True}
-
-    def _open(self, splits: Path) -> Tree:
-        settings = self.folder / "params.json"
-        settings.write_text(json.dumps(self.facts["params"]))
-        if not Path(self.facts["beside"]).exists():
-            self.facts["home"] = str(self.folder / "home")
-        self.method = method_of(self.facts, settings, splits)
-        if source_closure(type(self.method).__module__) != self.facts["code"]:
-            raise UserError(f"{socket.gethostname()} has another version of {self.method.name}. Install the same one.")
-        return {}
-
-    def _begin(self, question: str, task: int, round: int, payload: bytes) -> Tree:
-        self.job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path()).to(self.method.run.device)
-        return {}
-
-    def _run(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> Tree:
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            scratch = Path(folder)
-            for name, content in files.items():
-                (scratch / name).write_bytes(state.as_bytes(content))
-            answer = perform(self.method, replace(self.job, scratch=scratch), client, memory and scratch / memory)
-            return {
-                "client": client,
-                "parts": parts_to_tree(answer.reply.parts),
-                "facts": answer.reply.facts,
-                "memory": answer.memory and answer.memory.name,
-                "files": {path.name: _content(path) for path in scratch.iterdir() if path.name != memory},
-                "seconds": answer.seconds,
-            }
-
-
-def told(work: Callable[[], Tree]) -> bytes:
-    """What the work gives, or what went wrong with it."""
-    try:
-        return to_bytes(work())
-    except Exception as problem:
-        mistake = isinstance(problem, UserError)
-        return to_bytes({"user": mistake, "error": str(problem) if mistake else traceback.format_exc()})
-
-
-def _content(path: Path) -> torch.Tensor:
-    return torch.from_numpy(np.fromfile(path, np.uint8))
 
 
 def chunk_size(clients: int, actors: int) -> int:
@@ -308,12 +225,14 @@ def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
         yield ray
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     with tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         if address := os.environ.get("RAY_ADDRESS"):
             refuse_silence(address)
             ray.init(address, **quiet)
-        else:  # for nobody else: on the loopback interface
+        else:  # for nobody else: on the loopback interface, with a token that is in no file
+            os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
             own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
             ray.init("local", num_cpus=cpus or cores(), **own, **quiet)
         try:
@@ -326,6 +245,8 @@ def refuse_silence(address: str) -> None:
     """Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     try:
+        if address.startswith("ray://"):
+            raise ValueError("it is of a Ray client, which pickles all that it sends")
         if address != "auto":
             socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, ValueError) as problem:
