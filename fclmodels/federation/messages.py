@@ -20,6 +20,7 @@ Kind = Literal[
     "weights", "update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics", "protocol"
 ]
 Least = Literal["sum", "each"]
+Place = tuple[str, list[int], int | None]
 ALIGNMENT = 64
 
 
@@ -44,6 +45,11 @@ class Part:
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @property
+    def is_outline(self) -> bool:
+        """Whether its tensors are on the device "meta": names, types and shapes without numbers."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
+    @property
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
@@ -65,6 +71,15 @@ class Reply:
     def facts(self) -> dict[str, float]:
         """All but the parts."""
         return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory")}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts summed over some clients of a job: a node of the tree over them all (replies.py)."""
+
+    level: int
+    place: int
+    parts: dict[str, dict[str, Tensor]]
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
@@ -120,7 +135,8 @@ def _write(tree: Tree, memory_of: Callable[[int], mmap.mmap]) -> tuple[mmap.mmap
     size = end + len(header) + 8
     memory = memory_of(size)
     for tensor, place in zip(tensors.values(), layout, strict=True):
-        _view(memory, place).copy_(tensor)
+        if not tensor.is_meta:
+            _view(memory, place).copy_(tensor)
     memory[end : end + len(header)] = header
     memory[end + len(header) : size] = len(header).to_bytes(8, "little")
     return memory, size
@@ -132,19 +148,23 @@ def _read(memory: mmap.mmap, size: int) -> Tree:
     return unflatten(skeleton, lambda name: _view(memory, layout[name]))
 
 
-def _layout(tensors: Iterable[Tensor]) -> tuple[list[tuple[str, list[int], int]], int]:
-    """Type, shape and aligned offset of each tensor, and where the last one ends."""
-    places, offset = [], 0
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+    """Type, shape and aligned offset of each tensor, and where the last one ends; no offset of what has no numbers."""
+    places: list[Place] = []
+    offset = 0
     for tensor in tensors:
         offset = -(-offset // ALIGNMENT) * ALIGNMENT
-        places.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        offset += tensor.numel() * tensor.element_size()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        places.append((dtype, shape, None if tensor.is_meta else offset))
+        offset += 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
     return places, offset
 
 
-def _view(memory: mmap.mmap, place: tuple[str, list[int], int]) -> Tensor:
+def _view(memory: mmap.mmap, place: Place) -> Tensor:
     name, shape, offset = place
     dtype = getattr(torch, name)
+    if offset is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)

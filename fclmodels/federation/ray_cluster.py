@@ -2,8 +2,9 @@
 
 The payload of a round is put into the object store once. Clients go out in chunks; an actor has the next chunk while
 it works on one. Samples are memory-mapped where a node sees the splits' folder, and come from the object store where it
-does not; what clients remember always travels. Actors that are lost, alone or with their node, are replaced as soon as
-the cluster has room, and their chunks run again, which cannot change the result.
+does not; what clients remember always travels. Actors look at replies and sum what the server needs as sums only, along
+the tree that it would be summed along here, so that the bits are the same. Actors that are lost, alone or with their
+node, are replaced as soon as the cluster has room, and their chunks run again, which cannot change the result.
 
 Ray gets bytes, strings and numbers from us, which it carries raw or as msgpack: no message of ours is pickled. What it
 pickles itself are the class `Host`, its own exceptions and its own records; its ports let anyone in who reaches them.
@@ -20,16 +21,18 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.choice import cores
 from fclmodels.federation.executor import Answer, Job
-from fclmodels.federation.messages import Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.inspection import Fault, Look, form_of
+from fclmodels.federation.messages import Block, Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
 from fclmodels.federation.ray_host import Host, content
 from fclmodels.federation.secure import secrets_file
 from fclmodels.federation.worker import set_up_of
@@ -44,7 +47,13 @@ AHEAD = 2  # chunks that an actor has, so that it never waits for the next one
 DEATHS_OF_ONE_CHUNK = 3
 PATIENCE = 300.0  # seconds without any actor, where the cluster has no room for one
 
-Chunk = tuple[int, ...]
+
+class Chunk(NamedTuple):
+    """Clients that are a node of the tree over all of an exchange (replies.py), at its level and place."""
+
+    level: int
+    place: int
+    clients: tuple[int, ...]
 
 
 class RayCluster:
@@ -73,22 +82,25 @@ class RayCluster:
         self._actors: list[Actor] = []
 
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
-        size, left = chunk_size(len(clients), self._count), len(clients)
-        chunks = deque(tuple(clients[i : i + size]) for i in range(0, left, size))
+        left, chunks = len(clients), chunks_of(clients, self._count)
         while len(self._actors) < min(self._count, len(chunks)):
             self._actors.append(self._started())
-        begin = json.dumps([job.question, job.task, job.round]), self.ray.put(to_bytes(parts_to_tree(job.payload)))
+        begin = (
+            json.dumps([job.question, job.task, job.round, job.summed]),
+            self.ray.put(to_bytes(parts_to_tree(job.payload))),
+        )
         for actor in self._actors:
             actor.begun = False
-        deaths: Counter[int | None] = Counter()
+        deaths = Counter[int | None]()
         try:
             while left:
                 for actor in self._actors:
                     while chunks and actor.ready and actor.chunks < AHEAD:
                         actor.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
-                for answer in self._next_answers(chunks, deaths):
-                    yield _answer(answer, job, memories)
-                    left -= 1
+                message, chunk = self._next_message(chunks, deaths)
+                if chunk is not None:
+                    left -= len(chunk.clients)
+                    yield from _answers(message, chunk, job, memories)
         finally:
             if left:  # interrupted: what these actors still answer belongs to no one
                 self._end_actors()
@@ -106,8 +118,8 @@ class RayCluster:
             actor.end()
         self._actors = []
 
-    def _next_answers(self, chunks: deque[Chunk], deaths: Counter[int | None]) -> list[Tree]:
-        """Of a chunk, or none: then an actor has got ready, or was lost and is replaced."""
+    def _next_message(self, chunks: deque[Chunk], deaths: Counter[int | None]) -> tuple[Tree, Chunk | None]:
+        """Of a chunk. Without one, an actor has got ready, or was lost and is replaced."""
         actor = self._next_to_answer()
         try:
             message, chunk = actor.answer()
@@ -116,13 +128,13 @@ class RayCluster:
             chunks.extendleft(reversed(lost))
             self._actors[self._actors.index(actor)] = self._started()
             if lost or not actor.ready:
-                self._count_death(deaths, lost[0] if lost else (), problem)
-            return []
+                self._count_death(deaths, lost[0] if lost else None, problem)
+            return {}, None
         if "needs data" in message:
             actor.call("fetch", *self._data_refs())
         elif chunk is None:
             actor.ready = True
-        return message.get("answers", [])
+        return message, chunk
 
     def _next_to_answer(self) -> "Actor":
         """An actor whose oldest call is done. Meanwhile Ray starts those for which it finds room."""
@@ -143,13 +155,13 @@ class RayCluster:
                 self._data += [name, self.ray.put(content)]
         return self._data
 
-    def _count_death(self, deaths: Counter[int | None], chunk: Chunk, problem: Exception) -> None:
+    def _count_death(self, deaths: Counter[int | None], chunk: Chunk | None, problem: Exception) -> None:
         """Actors that keep dying on the same clients, or before they have any, are an error."""
-        first = chunk[0] if chunk else None
-        deaths[first] += 1
-        if chunk and deaths[first] >= DEATHS_OF_ONE_CHUNK:
-            whom = ", ".join(map(str, chunk))
-            raise RuntimeError(f"client {whom}: the actor died {deaths[first]} times ({type(problem).__name__})")
+        place = chunk.place if chunk else None
+        deaths[place] += 1
+        if chunk and deaths[place] >= DEATHS_OF_ONE_CHUNK:
+            whom = ", ".join(map(str, chunk.clients))
+            raise RuntimeError(f"client {whom}: the actor died {deaths[place]} times ({type(problem).__name__})")
         if deaths[None] >= DEATHS_OF_ONE_CHUNK * self._count:
             raise RuntimeError(f"actors cannot be started: {problem}")
 
@@ -171,11 +183,11 @@ class Actor:
     def call(self, what: str, *arguments: Any, chunk: Chunk | None = None) -> None:
         self.waiting.append((getattr(self.handle, what).remote(*arguments), chunk))
 
-    def give(self, chunk: Chunk, begin: tuple[str, Any], order: Callable[[Chunk], bytes]) -> None:
+    def give(self, chunk: Chunk, begin: tuple[str, Any], order: Callable[[Sequence[int]], bytes]) -> None:
         if not self.begun:
             self.call("begin", *begin)
             self.begun = True
-        self.call("run", order(chunk), chunk=chunk)
+        self.call("run", order(chunk.clients), chunk=chunk)
 
     def answer(self) -> tuple[Tree, Chunk | None]:
         """Of the oldest call. It stays in `waiting` where the actor was lost."""
@@ -200,21 +212,37 @@ def _order(job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> by
     return to_bytes(orders)
 
 
-def _answer(told: Tree, job: Job, memories: Mapping[int, Path]) -> Answer:
-    """With the files of what the client remembers from now on in the job's scratch folder."""
-    client, secrets = told["client"], secrets_file(job.scratch, told["client"])
+def _answers(message: Tree, chunk: Chunk, job: Job, memories: Mapping[int, Path]) -> Iterator[Answer]:
+    """Of the clients of a chunk; the last one brings what was summed over them."""
+    for told in message["answers"]:
+        reply = Reply(parts_from_tree(told["parts"]), **told["facts"])
+        answer = Answer(told["client"], reply, _memory(told, job, memories.get(told["client"])), told["seconds"])
+        if job.summed:
+            look = Look(Fault(*told["fault"]) if told["fault"] else None, form_of(reply.parts), told["length"])
+            last = told is message["answers"][-1] and message["sums"]
+            block = Block(chunk.level, chunk.place, message["sums"]) if last else None
+            answer = replace(answer, look=look, block=block)
+        yield answer
+
+
+def _memory(told: Tree, job: Job, before: Path | None) -> Path | None:
+    """The file of what a client remembers from now on; all that it wrote lies in the job's scratch folder."""
+    secrets = secrets_file(job.scratch, told["client"])
     if secrets.name not in told["files"]:
         secrets.unlink(missing_ok=True)
     for name, written in told["files"].items():
         with state.replacing(job.scratch / name) as temporary:
             temporary.write_bytes(state.as_bytes(written))
-    memory = told["memory"] and (job.scratch / told["memory"] if told["memory"] in told["files"] else memories[client])
-    return Answer(client, Reply(parts_from_tree(told["parts"]), **told["facts"]), memory, told["seconds"])
+    if told["memory"] is None:
+        return None
+    return job.scratch / told["memory"] if told["memory"] in told["files"] else before
 
 
-def chunk_size(clients: int, actors: int) -> int:
-    """A power of two, so that the sum over a chunk is a node of the tree over all clients."""
-    return 2 ** int(math.log2(max(1, clients / (actors * CHUNKS))))
+def chunks_of(clients: Sequence[int], actors: int) -> deque[Chunk]:
+    """In their order, each of a power of two (but the last), so that its sum is a node of the tree over all."""
+    level = int(math.log2(max(1, len(clients) / (actors * CHUNKS))))
+    starts = range(0, len(clients), 2**level)
+    return deque(Chunk(level, i >> level, tuple(clients[i : i + 2**level])) for i in starts)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ import torch
 
 from fclmodels import state
 from fclmodels.errors import UserError
-from fclmodels.federation import malloc
+from fclmodels.federation import inspection, malloc
 from fclmodels.federation.executor import Job, perform
-from fclmodels.federation.messages import from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.inspection import Form
+from fclmodels.federation.messages import Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.replies import TreeSum
 from fclmodels.federation.worker import method_of
 from fclmodels.fingerprint import source_closure
 from fclmodels.state import Tree
@@ -47,7 +49,7 @@ class Host:
         return told(lambda: self._begin(words, payload))
 
     def run(self, order: bytes) -> bytes:
-        return told(lambda: {"answers": [self._run(**client) for client in from_bytes(order)]})
+        return told(lambda: self._run(from_bytes(order)))
 
     def _set_up(self, facts: dict[str, Any]) -> Tree:
         self.facts = facts
@@ -71,12 +73,31 @@ class Host:
         return {}
 
     def _begin(self, words: str, payload: bytes) -> Tree:
-        question, task, round = json.loads(words)
-        job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path())
+        question, task, round, summed = json.loads(words)
+        job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path(), summed)
         self.job = job.to(self.method.run.device)
         return {}
 
-    def _run(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> Tree:
+    def _run(self, orders: list[Tree]) -> Tree:
+        """A chunk of clients. Where sums will do, replies are looked at, and summed while all are alike."""
+        answers, sums, forms = [], dict[str, TreeSum](), set[Form]()
+        for place, order in enumerate(orders):
+            answer, reply = self._answer(**order)
+            if self.job.summed:
+                look = inspection.look(reply, self.job.payload)
+                answer |= {"fault": look.fault, "length": look.length}
+                forms.add(look.form)
+                summed = {name: part for name, part in reply.parts.items() if part.least == "sum"}
+                if len(forms) == 1 and not look.fault:
+                    for name, part in summed.items():
+                        sums.setdefault(name, TreeSum(len(orders))).add(place, part.tensors)
+                reply = replace(reply, parts=reply.parts | {name: part.to("meta") for name, part in summed.items()})
+            answers.append(answer | {"parts": parts_to_tree(reply.parts)})
+        # Of replies that differ, or are not right, some are refused, and no sum with them is of use.
+        alike = len(forms) == 1 and not any(answer.get("fault") for answer in answers)
+        return {"answers": answers, "sums": {name: total.result() for name, total in sums.items()} if alike else {}}
+
+    def _answer(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> tuple[Tree, Reply]:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             scratch = Path(folder)
             for name, kept in files.items():
@@ -85,12 +106,11 @@ class Host:
             answer = perform(self.method, replace(self.job, scratch=scratch), client, remembered)
             return {
                 "client": client,
-                "parts": parts_to_tree(answer.reply.parts),
                 "facts": answer.reply.facts,
                 "memory": answer.memory and answer.memory.name,
                 "files": {path.name: content(path) for path in scratch.iterdir() if path.name != memory},
                 "seconds": answer.seconds,
-            }
+            }, answer.reply
 
 
 def told(work: Callable[[], Tree]) -> bytes:

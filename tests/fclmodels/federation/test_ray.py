@@ -4,16 +4,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
+import torch
 
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation import ray_cluster
-from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunk_size, cluster
+from fclmodels.federation.messages import Block
+from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunks_of, cluster
+from fclmodels.federation.replies import Replies, TreeSum
 from fclmodels.listener import Listener
 
 MakeExperiment = Callable[..., Experiment]
@@ -25,6 +30,7 @@ HARD = (
     *("optimizer.momentum=0.9",),
 )
 SECAGG = ("federation.secagg.on=true", "federation.faults.missing=0.2")
+ATTACK = ("federation.attack.kind=scaled", "federation.attack.strength=1000", "federation.inspection.patience=null")
 UNEVEN = {
     (task, client): 1 + (7 * client + 3 * task) % 11 for task in range(2) for client in range(18) if task != client
 }
@@ -82,6 +88,9 @@ def test_a_worker_and_a_node_that_are_killed_are_replaced_and_nothing_of_ours_is
     pickled: list[Any] = []
     for name in ("_serialize_to_pickle5", "_deserialize_pickle5_data"):
         monkeypatch.setattr(SerializationContext, name, lambda self, *what: pickled.append(what))
+    blocks: list[Block] = []
+    add = Replies.add_block
+    monkeypatch.setattr(Replies, "add_block", lambda replies, block: add(replies, block) or blocks.append(block))
     trouble = ("methods.diary.trouble=one death", f"methods.diary.mark={tmp_path}/mark")
     listener = KillsTheNode(two_nodes)
     with experiment_of(*HARD, *ON_RAY, *trouble, method="diary", splits=uneven, listener=listener) as experiment:
@@ -90,11 +99,12 @@ def test_a_worker_and_a_node_that_are_killed_are_replaced_and_nothing_of_ours_is
         assert len(experiment.executor._actors) == 2
     assert (tmp_path / "mark").exists()
     assert not pickled
+    assert {block.level for block in blocks} == {1}
     assert remains(tmp_path / "run") == serially(*HARD, method="diary")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "overrides"), [("fedavg", SECAGG), ("pip-l2p", ())])
+@pytest.mark.parametrize(("method", "overrides"), [("fedavg", SECAGG), ("diary", ATTACK), ("pip-l2p", ())])
 def test_nodes_that_share_no_files_end_with_the_same_bits(
     method: str,
     overrides: tuple[str, ...],
@@ -106,7 +116,10 @@ def test_nodes_that_share_no_files_end_with_the_same_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Samples come from the object store, settings with the set-up, and what clients keep travels both ways."""
+    """Samples come from the object store, settings with the set-up, and what clients keep travels both ways.
+
+    Under attack replies are refused, whose chunks' sums are of no use.
+    """
     known = ray_cluster.set_up_of
     monkeypatch.setattr(ray_cluster, "set_up_of", lambda *given: known(*given) | {"splits": "/not/here", "home": ""})
     with experiment_of(*overrides, *ON_RAY, method=method, splits=uneven) as experiment:
@@ -115,6 +128,8 @@ def test_nodes_that_share_no_files_end_with_the_same_bits(
         experiment.run(tmp_path / "run")
         assert len(experiment.executor._data) == 8
     assert remains(tmp_path / "run") == serially(*overrides, method=method)
+    if overrides == ATTACK:
+        assert pl.read_parquet(tmp_path / "run" / "rounds.parquet")["refused"].sum() > 0
 
 
 @pytest.mark.slow
@@ -164,13 +179,23 @@ with cluster(1) as ray:
     assert not list(tmp_path.iterdir())
 
 
-def test_chunks_are_powers_of_two_and_leave_enough_for_every_actor() -> None:
-    for actors in (1, 2, 7):
-        for clients in (1, 2, 9, 64, 1000):
-            size = chunk_size(clients, actors)
-            assert size & (size - 1) == 0
-            assert size == 1 or clients / size >= CHUNKS * actors
-    assert chunk_size(64, 2) == 8
+def test_chunks_are_nodes_of_the_tree_and_enough_for_every_actor() -> None:
+    """The sum over blocks is, to the bit, the sum over clients, whoever answers first."""
+    random = torch.Generator().manual_seed(0)
+    for actors, n in product((1, 2, 7), (1, 2, 9, 64, 147)):
+        values = torch.randn(n, 5, generator=random)
+        chunks = chunks_of(range(n), actors)
+        assert [client for chunk in chunks for client in chunk.clients] == list(range(n))
+        assert len(chunks) >= min(n, CHUNKS * actors)
+        whole, blocks = TreeSum(n), TreeSum(n)
+        for client in range(n):
+            whole.add(client, {"x": values[client]})
+        for chunk in reversed(chunks):
+            block = TreeSum(len(chunk.clients))
+            for place, client in enumerate(chunk.clients):
+                block.add(place, {"x": values[client]})
+            blocks.add(chunk.place, block.result(), chunk.level)
+        assert torch.equal(whole.result()["x"], blocks.result()["x"])
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
