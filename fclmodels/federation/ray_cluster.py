@@ -258,7 +258,13 @@ def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
     with tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         if address := os.environ.get("RAY_ADDRESS"):
             refuse_silence(address)
-            ray.init(address, **quiet)
+            try:
+                ray.init(address, **quiet)
+            except ConnectionError as problem:
+                raise UserError(
+                    f"RAY_ADDRESS: {address}: {problem}. Where the cluster has a token, set RAY_AUTH_MODE=token, and "
+                    "RAY_AUTH_TOKEN or ~/.ray/auth_token."
+                ) from problem
         else:  # for nobody else: on the loopback interface, with a token that is in no file
             os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
             own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
