@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fclmodels.errors import UserError
-from fclmodels.federation.ray_cluster import cluster
+from fclmodels.federation.ray_start import cluster
 from fclmodels.params import load
 from fclmodels.settings import Params
 from flows import environment, servers

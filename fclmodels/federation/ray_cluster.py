@@ -7,33 +7,28 @@ the tree that it would be summed along here, so that the bits are the same. Acto
 node, are replaced as soon as the cluster has room, and their chunks run again, which cannot change the result.
 
 Ray gets bytes, strings and numbers from us, which it carries raw or as msgpack: no message of ours is pickled. What it
-pickles itself are the class `Host`, its own exceptions and its own records; its ports let anyone in who reaches them.
+pickles itself are the class `Host`, its exceptions and its records; without a token its ports let everyone in.
 """
 
 import contextlib
-import importlib
 import json
-import logging
 import math
 import os
-import socket
 import sys
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from secrets import token_hex
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fclmodels import state
 from fclmodels.errors import UserError
-from fclmodels.federation.choice import cores
 from fclmodels.federation.executor import Answer, Job
 from fclmodels.federation.inspection import Fault, Look, form_of
 from fclmodels.federation.messages import Block, Reply, from_bytes, parts_from_tree, parts_to_tree, to_bytes
 from fclmodels.federation.ray_host import Host, content
+from fclmodels.federation.ray_start import cluster
 from fclmodels.federation.secure import secrets_file
 from fclmodels.federation.worker import set_up_of
 from fclmodels.fingerprint import source_closure
@@ -243,55 +238,3 @@ def chunks_of(clients: Sequence[int], actors: int) -> deque[Chunk]:
     level = int(math.log2(max(1, len(clients) / (actors * CHUNKS))))
     starts = range(0, len(clients), 2**level)
     return deque(Chunk(level, i >> level, tuple(clients[i : i + 2**level])) for i in starts)
-
-
-@contextlib.contextmanager
-def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
-    """Ray, on the cluster of RAY_ADDRESS or on one of its own that is this machine, with so many CPUs or all."""
-    ray = ray_module()
-    if ray.is_initialized():
-        yield ray
-        return
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        if address := os.environ.get("RAY_ADDRESS"):
-            refuse_silence(address)
-            try:
-                ray.init(address, **quiet)
-            except ConnectionError as problem:
-                raise UserError(
-                    f"RAY_ADDRESS: {address}: {problem}. Where the cluster has a token, set RAY_AUTH_MODE=token, and "
-                    "RAY_AUTH_TOKEN or ~/.ray/auth_token."
-                ) from problem
-        else:  # for nobody else: on the loopback interface, with a token that is in no file
-            os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
-            own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
-            ray.init("local", num_cpus=cpus or cores(), **own, **quiet)
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
-
-
-def refuse_silence(address: str) -> None:
-    """Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        if address.startswith("ray://"):
-            raise ValueError("it is of a Ray client, which pickles all that it sends")
-        if address != "auto":
-            socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as problem:
-        raise UserError(
-            f"RAY_ADDRESS: no cluster answers at {address} ({problem}). It must be HOST:PORT, as `ray start --head` "
-            "prints it, on a machine that belongs to the cluster; or unset it."
-        ) from problem
-
-
-def ray_module() -> ModuleType:
-    try:
-        return importlib.import_module("ray")
-    except ModuleNotFoundError as problem:
-        raise UserError("a cluster needs the package ray. Install it: pip install 'fclflow[ray]'.") from problem

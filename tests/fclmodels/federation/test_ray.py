@@ -17,7 +17,8 @@ from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation import ray_cluster
 from fclmodels.federation.messages import Block
-from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunks_of, cluster
+from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunks_of
+from fclmodels.federation.ray_start import cluster, refuse_silence
 from fclmodels.federation.replies import Replies, TreeSum
 from fclmodels.listener import Listener
 
@@ -159,20 +160,21 @@ def test_what_goes_wrong_on_an_actor_surfaces(
 
 @pytest.mark.slow
 def test_a_cluster_of_its_own_ends_with_the_command_and_leaves_nothing(tmp_path: Path) -> None:
-    """Also where the process is killed, but for the folder that Ray had."""
     program = """
 import os, sys
 from pathlib import Path
-from fclmodels.federation.ray_cluster import cluster
+from fclmodels.federation.ray_start import cluster
 with cluster(1) as ray:
-    print(ray.get_runtime_context().get_node_id(), flush=True)
-    print(*Path("/tmp").glob("fcl-ray-*"), flush=True)
+    print(ray.nodes()[0]["NodeManagerAddress"])
+    print(*Path("/tmp").glob("fcl-ray-*"))
 """
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
     before = {*Path("/tmp").glob("fcl-ray-*")}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    own = {Path(name) for name in ran.stdout.splitlines()[1].split()} - before
+    address, folders = ran.stdout.splitlines()
+    assert address == "127.0.0.1"  # then Ray listens there only
+    own = {Path(name) for name in folders.split()} - before
     assert len(own) == 1
     assert not any(folder.exists() for folder in own)
     assert ran.stderr == ""
@@ -205,6 +207,6 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:10001", "here"])
-def test_an_address_where_no_cluster_is_is_told_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_where_no_cluster_is_is_told_at_once(address: str) -> None:
     with pytest.raises(UserError, match=f"RAY_ADDRESS: no cluster answers at {address}"):
-        ray_cluster.refuse_silence(address)
+        refuse_silence(address)
