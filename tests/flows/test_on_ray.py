@@ -31,7 +31,7 @@ def test_each_experiment_is_tracked_and_one_that_fails_loses_no_other(
     }
 
 
-def test_runs_that_are_named_are_not_run(project: Path, fcl: Callable[..., int]) -> None:
+def test_runs_that_are_named_are_not_run(fcl: Callable[..., int]) -> None:
     assert fcl("compare", "--on", "ray", "runs/fedavg-0") == 2
 
 
