@@ -113,7 +113,7 @@ class Cohort:
             self.ledger.lost(job, client, why)
         self._deliver(job, turnout, replies, looks)
         self._refuse(job, replies, looks)
-        if job.summed and replies.clients != begun:
+        if replies.in_blocks and replies.clients != begun:
             self._ask_again(job, replies, before)
         return replies
 
@@ -122,7 +122,9 @@ class Cohort:
         replies.drop_blocks()
         for answer in self.executor.run(replace(job, summed=False), replies.clients, memories):
             if answer.reply.out_of_memory:
-                raise UserError(f"client {answer.client} was out of memory when it had to answer again. Start it again.")
+                raise UserError(
+                    f"client {answer.client} was out of memory when it had to answer again. Start it again."
+                )
             replies.add(answer.client, answer.reply)
 
     def _hold_back(self, answer: Answer, round: int, delay: int) -> None:

@@ -75,6 +75,7 @@ class Replies:
         self._spooled: dict[tuple[str, int], tuple[Path, int]] = {}
         self._room = IN_MEMORY
         self._sums: dict[str, TreeSum] = {}
+        self.in_blocks = False  # whether of some part only sums over some clients have come
 
     def add(self, client: int, reply: Reply, weight: float = 1.0) -> None:
         """Hold a reply, whose tensors may be views. weight: what it counts in sums."""
@@ -82,6 +83,7 @@ class Replies:
         self._declared[client] = {name: replace(part, tensors={}) for name, part in reply.parts.items()}
         for name, part in reply.parts.items():
             if part.is_outline:
+                self.in_blocks = True
                 continue
             if part.bytes <= self._room:
                 self._room -= part.bytes
@@ -97,7 +99,7 @@ class Replies:
 
     def drop_blocks(self) -> None:
         """What they held of the clients has to be added one by one."""
-        self._sums = {}
+        self._sums, self.in_blocks = {}, False
 
     def drop(self, client: int) -> None:
         """As if it had not answered."""
