@@ -76,5 +76,5 @@ $(READY): pyproject.toml constraints.txt requirements.lock
 	@echo 'Setting up $(VENV) with $(PYTHON): about two minutes, once.'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --use-pep517 --require-hashes --no-deps -r requirements.lock
-	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,text,dev]'
+	$(VENV)/bin/pip install --quiet --use-pep517 -c constraints.txt -e '.[workflow,ray,text,dev]'
 	@touch $@

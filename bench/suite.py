@@ -25,7 +25,19 @@ from measuring import Bench, Row, machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-KINDS = ("rounds", "methods", "anchor", "subspace", "extraction", "prompts", "server", "starting", "memory", "steps")
+KINDS = (
+    "rounds",
+    "methods",
+    "anchor",
+    "subspace",
+    "extraction",
+    "prompts",
+    "server",
+    "starting",
+    "memory",
+    "steps",
+    "ray_executor",
+)
 PEERS = "peers"
 MOST_SECONDS = 900  # of one benchmark
 HEADER = "| row | ratio | quartiles | limit | ours | yardstick | what |\n|---|---|---|---|---|---|---|"

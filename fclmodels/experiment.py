@@ -22,7 +22,7 @@ from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
 from fclmodels.federation import evaluation, inspection, private, rounds
 from fclmodels.federation.checkpoints import Checkpoints
-from fclmodels.federation.choice import choose
+from fclmodels.federation.choice import Choice, choose
 from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import EVALUATIONS, Executor, Serial, torch_threads
 from fclmodels.federation.ledger import Ledger, ledger_table
@@ -265,12 +265,18 @@ class Experiment:
     def executor(self) -> Executor:
         """Started when it is first needed: an experiment whose steps are all done starts none."""
         if self._executor is None:
-            if self.choice.executor == "serial":
-                self._executor = Serial(self.method, self.choice.threads)
-            else:
-                write_json(self._workers_params, reading.effective(self.params, type(self.method).name))
-                self._executor = Processes(self.method, self._workers_params, self.choice.workers, self.choice.threads)
+            self._executor = self._started(self.choice)
         return self._executor
+
+    def _started(self, choice: Choice) -> Executor:
+        if choice.executor == "serial":
+            return Serial(self.method, choice.threads)
+        write_json(self._workers_params, reading.effective(self.params, type(self.method).name))
+        if choice.executor == "processes":
+            return Processes(self.method, self._workers_params, choice.workers or 1, choice.threads)
+        from fclmodels.federation.ray_cluster import RayCluster  # what Ray needs is installed with an extra
+
+        return RayCluster(self.method, self._workers_params, choice.workers, choice.threads)
 
     @property
     def _workers_params(self) -> Path:

@@ -244,10 +244,12 @@ class FederationSettings(Settings):
     server_lr_schedule: Literal["constant", "1/t", "1/sqrt(t)"] = Field(
         "constant", description="how server_lr falls with the task number t"
     )
-    executor: Literal["auto", "serial", "processes"] = Field(
-        "auto", description="where clients run; auto measures before round 1 and keeps its choice"
+    executor: Literal["auto", "serial", "processes", "ray"] = Field(
+        "auto", description="where clients run; auto measures before round 1 and keeps its choice, never ray"
     )
-    workers: PositiveInt | None = Field(None, le=256, description="worker processes; null: one a core")
+    workers: PositiveInt | None = Field(
+        None, le=10_000, description="worker processes, or actors on ray; null: one a core of the machine or cluster"
+    )
     threads: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         1, description="torch threads of the serial executor or of each worker; enters every cache key"
     )

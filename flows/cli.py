@@ -3,11 +3,12 @@
 import gc
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 import flows.asking  # noqa: F401  has commands of its own
+from fclmodels.errors import UserError
 from flows import terminal
 from flows.ending import end_well
 from flows.options import METHODS, PARAMS, Json, ParamsFile, Quiet, Set, app, be_verbose, presets
@@ -169,13 +170,27 @@ def stream(
 def compare(
     runs: Runs = None,
     from_mlflow: FromMlflow = False,
+    on: Annotated[
+        Literal["ray"] | None,
+        typer.Option(help="first run the settings' experiments, on the cluster of RAY_ADDRESS or on this machine"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="write the report there too: see fcl report")] = None,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Methods side by side: mean and standard deviation over seeds. Without --out it writes nothing."""
-    runs = _runs(runs, from_mlflow, params, overrides)
+    """Methods side by side: mean and standard deviation over seeds. Without --on or --out it writes nothing."""
+    failed: list[str] = []
+    if on is None:
+        runs = _runs(runs, from_mlflow, params, overrides)
+    elif runs or from_mlflow:
+        raise UserError("--on runs the experiments of the settings: leave RUNS and --from-mlflow out.")
+    else:
+        from flows.on_ray import run_all
+
+        runs, failed = run_all(params, overrides)
+        if not runs:
+            raise typer.Exit(1)
     if json:
         from fclmodels.report import comparison
 
@@ -186,6 +201,10 @@ def compare(
         show_comparison(runs)
     if out is not None:
         report(runs, out=out, params=params, overrides=overrides)
+    if failed:
+        terminal.tell(f"{len(failed)} of {len(runs) + len(failed)} experiments failed and are not in this:")
+        terminal.tell("\n".join(failed))
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -31,6 +31,7 @@ os.environ |= {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_TRACKING_URI": f"sqlite:///{HOME.name}/mlflow.db",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "DVC_NO_ANALYTICS": "1",
     "DVC_GLOBAL_CONFIG_DIR": f"{HOME.name}/dvc",
     "DVC_SYSTEM_CONFIG_DIR": f"{HOME.name}/dvc",
@@ -125,6 +126,42 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Step, "run", noted)
     return done
+
+
+class TwoNodes:
+    """A Ray cluster of this machine: two nodes of one CPU each, on addresses of the loopback interface."""
+
+    def __init__(self) -> None:
+        cluster = pytest.importorskip("ray.cluster_utils").Cluster
+        self.small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+        self.cluster = cluster(initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **self.small})
+        self.last = 2
+        self.add()
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self) -> None:
+        self.last += 1
+        self.second = self.cluster.add_node(node_ip_address=f"127.0.0.{self.last}", **self.small)
+
+    def kill(self) -> None:
+        """The node that is not the head, with all that runs there."""
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    """A cluster that RAY_ADDRESS names; its files go with it."""
+    # Ray's sockets lie below this folder, and their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        os.mkdir(f"{folder}/ray")
+        nodes = TwoNodes()
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        yield nodes
+        nodes.cluster.shutdown()
 
 
 class Browser:

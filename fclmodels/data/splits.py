@@ -142,6 +142,16 @@ class Splits:
             reason = str(problem).partition("\n")[0]
             raise UserError(f"{folder} cannot be read ({reason}). Make it again: fcl partition.") from problem
 
+    def files(self) -> dict[str, bytes]:
+        """The files of a folder that holds these splits and their samples: all that `open` needs elsewhere."""
+        facts = json.loads((self.folder / "stream.json").read_text())
+        samples = prepared_file(self.folder, facts)
+        files = (self.folder / "manifest.parquet", samples.with_name("meta.json"), samples)
+        return {
+            "stream.json": json.dumps(facts | {"prepared": "."}).encode(),
+            **{file.name: file.read_bytes() for file in files},
+        }
+
     def rows(self, task: int, split: str, client: int | None = None) -> Rows:
         """Rows of one task and split: of one client, or of all of them."""
         groups = self._groups.get((task, split), {})
@@ -239,10 +249,14 @@ def _task(index: int, facts: dict) -> Task:
     )
 
 
+def prepared_file(folder: Path, facts: dict) -> Path:
+    """Where the samples are that a splits folder numbers."""
+    return folder / facts["prepared"] / kind_of(facts["shape"]).file
+
+
 def _images(folder: Path, facts: dict, last: int) -> Tensor:
     """The prepared images or token ids, memory-mapped: a sample is read from disk when a batch holds it."""
-    kind = kind_of(facts["shape"])
-    path = folder / facts["prepared"] / kind.file
+    kind, path = kind_of(facts["shape"]), prepared_file(folder, facts)
     try:
         meta = read_json(path.parent / "meta.json")
         images = read_array(path, "c")

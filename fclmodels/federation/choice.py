@@ -28,7 +28,7 @@ CONTENTION = 1.1
 @dataclass(frozen=True)
 class Choice:
     executor: str
-    workers: int
+    workers: int | None  # None: as many as a cluster has room for
     threads: int
 
     def __post_init__(self) -> None:
@@ -40,6 +40,8 @@ class Choice:
 def choose(method: "Method", folder: Path, key: str) -> Choice:
     """The settings where they decide, else the choice that was kept under this key, else a new measurement."""
     federation = method.run.params.federation
+    if federation.executor == "ray":  # a measurement here says nothing of a cluster
+        return Choice("ray", federation.workers, 1 if federation.threads == "auto" else federation.threads)
     workers = federation.workers or cores()
     if federation.executor != "auto" and federation.threads != "auto":
         return Choice(federation.executor, workers, federation.threads)
@@ -84,7 +86,7 @@ def predicted_seconds(method: "Method", choice: Choice) -> float:
     rounds = sum(run.rounds(task) for task in range(len(run.splits.tasks)))
     if choice.executor == "serial":
         return rounds * share * sum(batches) * a_batch
-    busiest = max(max(batches), share * sum(batches) / min(choice.workers, len(clients)))
+    busiest = max(max(batches), share * sum(batches) / min(choice.workers or 1, len(clients)))
     return WORKER_START + rounds * busiest * a_batch * CONTENTION
 
 

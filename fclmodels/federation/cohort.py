@@ -90,9 +90,11 @@ class Cohort:
         heard = set(turnout.in_time)
         in_time = [client for client in begun if client in heard]
         replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}", self._rule)
+        job = replace(job, summed=self._sums_will_do(job) and begun == replies.clients)
         looks: dict[int, Look] = {}
+        before = dict(self.memories)
         self.lost = dict(turnout.lost)
-        for done, answer in enumerate(self.executor.run(job, begun, self.memories), start=1):
+        for done, answer in enumerate(self.executor.run(job, begun, before), start=1):
             on_answer(done)
             if answer.reply.out_of_memory:
                 self.lost[answer.client] = "out of memory"
@@ -102,14 +104,28 @@ class Cohort:
             if delay := turnout.delays[answer.client]:
                 self._hold_back(answer, job.round, delay)
             else:
-                self._take(job, replies, looks, answer.client, answer.reply)
+                self._take(job, replies, looks, answer.client, answer.reply, look=answer.look)
+                if answer.block:
+                    replies.add_block(answer.block)
             self.ledger.kept(job, answer.client, answer.memory)
             self._remember(answer.client, answer.memory)
         for client, why in self.lost.items():
             self.ledger.lost(job, client, why)
         self._deliver(job, turnout, replies, looks)
         self._refuse(job, replies, looks)
+        if replies.in_blocks and replies.clients != begun:
+            self._ask_again(job, replies, before)
         return replies
+
+    def _ask_again(self, job: Job, replies: Replies, memories: Mapping[int, Path]) -> None:
+        """Without some of them the sums run along another tree: all that are left once more, one by one."""
+        replies.drop_blocks()
+        for answer in self.executor.run(replace(job, summed=False), replies.clients, memories):
+            if answer.reply.out_of_memory:
+                raise UserError(
+                    f"client {answer.client} was out of memory when it had to answer again. Start it again."
+                )
+            replies.add(answer.client, answer.reply)
 
     def _hold_back(self, answer: Answer, round: int, delay: int) -> None:
         file = self._held_back / f"{answer.client}-{round}.safetensors"
@@ -134,12 +150,18 @@ class Cohort:
         reply: Reply,
         weight: float = 1.0,
         base_round: int | None = None,
+        look: Look | None = None,
     ) -> None:
         replies.add(client, reply, weight)
         self.ledger.received(job, client, reply, base_round)
         if self._settings.inspection.check and job.question not in EVALUATIONS:
+<<<<<<< HEAD
             unseen = self._settings.sums_only
             looks[client] = inspection.outline(reply) if unseen else inspection.look(reply, job.payload)
+=======
+            masked = SHARERS in job.payload
+            looks[client] = look or (inspection.outline(reply) if masked else inspection.look(reply, job.payload))
+>>>>>>> ray
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
         faults = inspection.faults(looks, self._settings.inspection)
@@ -153,6 +175,12 @@ class Cohort:
             self.ledger.refused(job, client, fault.part)
             self.refused.append(Refusal(job.round, client, fault))
         self.farthest = inspection.farthest(looks, faults)
+
+    def _sums_will_do(self, job: Job) -> bool:
+        """Whether nobody but the method needs a reply by itself."""
+        settings = self._settings
+        checked = settings.inspection.check and job.question not in EVALUATIONS
+        return checked and self._rule is None and not settings.secagg.on
 
     @property
     def _settings(self) -> FederationSettings:

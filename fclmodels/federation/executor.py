@@ -13,7 +13,7 @@ from fclmodels import state
 from fclmodels.federation import attacks, inspection, private, secure
 from fclmodels.federation.client import Client
 from fclmodels.federation.evaluation import evaluate_on_client
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.messages import Block, Payload, Reply
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
@@ -26,8 +26,13 @@ EVALUATIONS = {"evaluate": "test", "judge": "val"}  # questions about accuracy, 
 class Job:
     """One exchange: train for a round, or a question of finish_task; the payload is the same for all clients.
 
+<<<<<<< HEAD
     What clients remember is written to files in the folder `scratch`, which must outlive an interruption. asked: how
     many clients are.
+=======
+    What clients remember is written to files in the folder `scratch`, which must outlive an interruption.
+    summed: parts that are needed as sums only may come back as sums over some of the clients.
+>>>>>>> ray
     """
 
     question: str
@@ -35,7 +40,11 @@ class Job:
     round: int
     payload: Payload
     scratch: Path
+<<<<<<< HEAD
     asked: int = 1
+=======
+    summed: bool = False
+>>>>>>> ray
 
     def to(self, device: torch.device) -> "Job":
         return replace(self, payload={name: part.to(device) for name, part in self.payload.items()})
@@ -43,12 +52,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """`memory` is the file of what the client remembers from now on, or None where that is nothing."""
+    """`memory` is the file of what the client remembers from now on, or None where that is nothing.
+
+    Where the executor sums, it has looked at the reply, of whose parts in a block only the outline is left; the block
+    comes with one answer of its clients.
+    """
 
     client: int
     reply: Reply
     memory: Path | None
     seconds: float
+    look: inspection.Look | None = None
+    block: Block | None = None
 
 
 class Executor(Protocol):

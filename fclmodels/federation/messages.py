@@ -1,13 +1,13 @@
 """What travels between the server and its clients: parts made of named tensors.
 
-Between processes a message is JSON plus raw tensor bytes in shared memory; nothing is pickled.
+Between processes a message is JSON plus raw tensor bytes, in shared memory or as one bytes object; nothing is pickled.
 """
 
 import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +20,7 @@ Kind = Literal[
     "weights", "update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics", "protocol"
 ]
 Least = Literal["sum", "each"]
+Place = tuple[str, list[int], int | None]
 ALIGNMENT = 64
 
 
@@ -46,6 +47,11 @@ class Part:
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @property
+    def is_outline(self) -> bool:
+        """Whether its tensors are on the device "meta": names, types and shapes without numbers."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
+    @property
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
@@ -69,6 +75,15 @@ class Reply:
         return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory")}
 
 
+@dataclass(frozen=True)
+class Block:
+    """Parts summed over some clients of a job: a node of the tree over them all (replies.py)."""
+
+    level: int
+    place: int
+    parts: dict[str, dict[str, Tensor]]
+
+
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
     facts = ("kind", "tensors", "least", "once", "over", "bound", "noise")
     return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
@@ -87,23 +102,11 @@ class SharedBuffer:
 
     def write(self, tree: Tree) -> int:
         """Copy a tree in; returns its size, which the reader must be told."""
-        skeleton, tensors = flatten(tree)
-        layout, end = _layout(tensors.values())
-        header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
-        memory = self._mapped(end + len(header) + 8)
-        for tensor, place in zip(tensors.values(), layout, strict=True):
-            _view(memory, place).copy_(tensor)
-        size = end + len(header) + 8
-        memory[end : end + len(header)] = header
-        memory[end + len(header) : size] = len(header).to_bytes(8, "little")
-        return size
+        return _write(tree, self._mapped)[1]
 
     def read(self, size: int) -> Tree:
         """The tree of that size; its tensors are views that the next write changes."""
-        memory = self._mapped(size)
-        length = int.from_bytes(memory[size - 8 : size], "little")
-        skeleton, layout = json.loads(memory[size - 8 - length : size - 8])
-        return unflatten(skeleton, lambda name: _view(memory, layout[name]))
+        return _read(self._mapped(size), size)
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
@@ -113,19 +116,57 @@ class SharedBuffer:
         return self._map
 
 
-def _layout(tensors: Iterable[Tensor]) -> tuple[list[tuple[str, list[int], int]], int]:
-    """Type, shape and aligned offset of each tensor, and where the last one ends."""
-    places, offset = [], 0
+def to_bytes(tree: Tree) -> bytes:
+    """A tree as one message."""
+    memory, size = _write(tree, lambda size: mmap.mmap(-1, size))
+    return memory[:size]
+
+
+def from_bytes(message: bytes) -> Tree:
+    """The inverse. Its tensors lie in memory of their own, at addresses as torch would give them."""
+    memory = mmap.mmap(-1, len(message))
+    memory[:] = message
+    return _read(memory, len(message))
+
+
+def _write(tree: Tree, memory_of: Callable[[int], mmap.mmap]) -> tuple[mmap.mmap, int]:
+    """The tensors, then where each lies, then how long that is."""
+    skeleton, tensors = flatten(tree)
+    layout, end = _layout(tensors.values())
+    header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
+    size = end + len(header) + 8
+    memory = memory_of(size)
+    for tensor, place in zip(tensors.values(), layout, strict=True):
+        if not tensor.is_meta:
+            _view(memory, place).copy_(tensor)
+    memory[end : end + len(header)] = header
+    memory[end + len(header) : size] = len(header).to_bytes(8, "little")
+    return memory, size
+
+
+def _read(memory: mmap.mmap, size: int) -> Tree:
+    length = int.from_bytes(memory[size - 8 : size], "little")
+    skeleton, layout = json.loads(memory[size - 8 - length : size - 8])
+    return unflatten(skeleton, lambda name: _view(memory, layout[name]))
+
+
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+    """Type, shape and aligned offset of each tensor, and where the last one ends; no offset of what has no numbers."""
+    places: list[Place] = []
+    offset = 0
     for tensor in tensors:
         offset = -(-offset // ALIGNMENT) * ALIGNMENT
-        places.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        offset += tensor.numel() * tensor.element_size()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        places.append((dtype, shape, None if tensor.is_meta else offset))
+        offset += 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
     return places, offset
 
 
-def _view(memory: mmap.mmap, place: tuple[str, list[int], int]) -> Tensor:
+def _view(memory: mmap.mmap, place: Place) -> Tensor:
     name, shape, offset = place
     dtype = getattr(torch, name)
+    if offset is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fclmodels.errors import UserError
 from fclmodels.federation.executor import Answer, Job
 from fclmodels.federation.messages import Reply, SharedBuffer, parts_from_tree, parts_to_tree
+from fclmodels.federation.worker import set_up_of
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
@@ -30,16 +31,7 @@ class Processes:
     def __init__(self, method: "Method", params_file: Path, workers: int, threads: int) -> None:
         self.method = method
         self.payload = SharedBuffer()
-        run = method.run
-        self._set_up = {
-            "method": type(method).name,
-            "params": str(params_file.absolute()),
-            "splits": str(run.splits.folder.absolute()),
-            "digest": run.splits.digest,
-            "seed": run.seed,
-            "home": run.home and str(run.home.absolute()),
-            "threads": threads,
-        }
+        self._set_up = set_up_of(method, threads) | {"params": str(params_file.absolute())}
         self._count = workers
         self._workers: list[Worker] = []
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.errors import UserError
-from fclmodels.federation.messages import Part, Reply, SharedBuffer
+from fclmodels.federation.messages import Block, Part, Reply, SharedBuffer
 
 IN_MEMORY = 2**25  # bytes of a round's replies; what comes after them goes to the spool
 
@@ -31,9 +31,12 @@ class TreeSum:
         self.n = n
         self._waiting: dict[tuple[int, int], Tensors] = {}
 
-    def add(self, index: int, value: Tensors) -> None:
-        """Take in a value, which may be a view: what has to wait for its sibling is copied."""
-        level, owned = 0, False
+    def add(self, index: int, value: Tensors, level: int = 0) -> None:
+        """Take in a value, which may be a view: what has to wait for its sibling is copied.
+
+        level: above 0, the value is the sum of those at 2**level places from index * 2**level on.
+        """
+        owned = False
         while not self._is_root(level):
             left, right = index & ~1, index | 1
             if right * 2**level < self.n:
@@ -72,12 +75,17 @@ class Replies:
         self._held: dict[tuple[str, int], Tensors] = {}
         self._spooled: dict[tuple[str, int], tuple[Path, int]] = {}
         self._room = IN_MEMORY
+        self._sums: dict[str, TreeSum] = {}
+        self.in_blocks = False  # whether of some part only sums over some clients have come
 
     def add(self, client: int, reply: Reply, weight: float = 1.0) -> None:
         """Hold a reply, whose tensors may be views. weight: what it counts in sums."""
         self.facts[client] = {**reply.facts, "weight": weight}
         self._declared[client] = {name: replace(part, tensors={}) for name, part in reply.parts.items()}
         for name, part in reply.parts.items():
+            if part.is_outline:
+                self.in_blocks = True
+                continue
             if part.bytes <= self._room:
                 self._room -= part.bytes
                 self._held[name, client] = {name: tensor.clone() for name, tensor in part.tensors.items()}
@@ -85,6 +93,14 @@ class Replies:
                 # A name that a client has chosen is no name for a file.
                 file = self.spool / str(len(self._spooled))
                 self._spooled[name, client] = file, _write(part.tensors, file)
+
+    def add_block(self, block: Block) -> None:
+        for name, tensors in block.parts.items():
+            self._sums.setdefault(name, TreeSum(len(self.clients))).add(block.place, tensors, block.level)
+
+    def drop_blocks(self) -> None:
+        """What they held of the clients has to be added one by one."""
+        self._sums, self.in_blocks = {}, False
 
     def drop(self, client: int) -> None:
         """As if it had not answered."""
@@ -105,6 +121,8 @@ class Replies:
         self._refuse_silence()
         if self.rule is not None and self.parts[part].over:
             return self._by_rule(part, self.rule)
+        if part in self._sums:
+            return self._sums[part].result()
         total = TreeSum(len(self.clients))
         for place, client in enumerate(self.clients):
             total.add(place, self._weighted(client, part, self._tensors(part, client)))

@@ -10,6 +10,7 @@ Keys come from the operating system, so that messages differ in every run; the s
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,9 +137,14 @@ def taken_apart(vector: np.ndarray, like: dict[str, Tensors]) -> dict[str, Tenso
 # On a client.
 
 
+def secrets_file(scratch: Path, me: int) -> Path:
+    """What a client must remember from one step to the next."""
+    return scratch / f"secagg-{me}.safetensors"
+
+
 def answered(job: "Job", me: int, settings: SecAggSettings) -> Reply:
     """Its messages before and after the masked reply: steps 0, 1 and 3."""
-    file = job.scratch / f"secagg-{me}.safetensors"
+    file = secrets_file(job.scratch, me)
     if job.question == KEYS:
         secrets = Secrets.new()
         state.save({"secrets": table({me: secrets.whole})}, file)
@@ -160,7 +166,7 @@ def masked(reply: Reply, job: "Job", me: int, settings: SecAggSettings) -> Reply
     for name, part in reply.parts.items():
         if part.least == "each":
             raise UserError(f"secure aggregation: {name} is for single replies, and the server gets sums only.")
-    kept = state.load(job.scratch / f"secagg-{me}.safetensors")
+    kept = state.load(secrets_file(job.scratch, me))
     secrets, keys, _ = remembered(kept, me, settings)
     parts = in_the_ring(reply, settings, len(keys))
     if not parts:

@@ -5,7 +5,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,31 @@ from fclmodels.federation.executor import Job, perform
 from fclmodels.federation.messages import SharedBuffer, parts_from_tree, parts_to_tree
 from fclmodels.federation.run import Run
 
+if TYPE_CHECKING:
+    from fclmodels.methods.base import Method
+
+
+def set_up_of(method: "Method", threads: int) -> dict[str, Any]:
+    """What a worker must know besides the settings."""
+    run = method.run
+    return {
+        "method": type(method).name,
+        "splits": str(run.splits.folder.absolute()),
+        "digest": run.splits.digest,
+        "seed": run.seed,
+        "home": run.home and str(run.home.absolute()),
+        "threads": threads,
+    }
+
+
+def method_of(set_up: dict[str, Any], params_file: Path, folder: Path) -> "Method":
+    """The same method on the same splits, here."""
+    settings, splits = params.load(params_file), Splits.open(folder)
+    if splits.digest != set_up["digest"]:
+        raise UserError(f"{splits.folder} was changed while a run was using it. Start the run again.")
+    run = Run.on(settings, splits, set_up["seed"], set_up["home"] and Path(set_up["home"]))
+    return plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
+
 
 def main(control: int, payload: int, replies: int) -> None:
     malloc.tune()
@@ -25,19 +50,14 @@ def main(control: int, payload: int, replies: int) -> None:
     try:
         set_up = json.loads(lines.readline())
         torch.set_num_threads(set_up["threads"])
-        settings = params.load(set_up["params"])
-        splits = Splits.open(Path(set_up["splits"]))
-        if splits.digest != set_up["digest"]:
-            raise UserError(f"{splits.folder} was changed while a run was using it. Start the run again.")
-        run = Run.on(settings, splits, set_up["seed"], set_up["home"] and Path(set_up["home"]))
-        method = plugins.find("method", set_up["method"])(params.method_settings(settings, set_up["method"]), run)
+        method = method_of(set_up, Path(set_up["params"]), Path(set_up["splits"]))
         shared, buffer = SharedBuffer(payload), SharedBuffer(replies)
         job, waits = None, False
         for line in lines:
             message = json.loads(line)
             if "job" in message:
                 facts = message["job"] | {"scratch": Path(message["job"]["scratch"])}
-                job = Job(**facts, payload=parts_from_tree(shared.read(message["size"]))).to(run.device)
+                job = Job(**facts, payload=parts_from_tree(shared.read(message["size"]))).to(method.run.device)
             elif "taken" in message:
                 waits = False
             else:

@@ -26,6 +26,7 @@ Remains = Callable[[Path], dict[str, Any]]
 PARTIAL = ("federation.clients_per_round=2", "federation.checkpoint_seconds=0")
 SIZES = {(task, client): 6 + 2 * client for task in range(2) for client in range(4) if (task, client) != (1, 0)}
 METHODS = sorted(all_of("method"))
+ON_RAY = ("ewc", "fedprotip", "fot", "pip-l2p", "stamp")  # memories, questions at the end of a task, frozen networks
 
 
 class Stopped(Exception):  # noqa: N818
@@ -78,6 +79,17 @@ def test_worker_processes_end_with_the_same_bits(
     workers = ("federation.executor=processes", "federation.workers=2")
     experiment_of(*PARTIAL, *workers, method=type(run.method).name, splits=splits).run(tmp_path / "workers")
     assert remains(tmp_path / "workers") == remains(run.home / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ON_RAY, indirect=True)
+def test_actors_on_two_nodes_end_with_the_same_bits(
+    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path, two_nodes: object
+) -> None:
+    name = type(run.method).name
+    with experiment_of(*PARTIAL, "federation.executor=ray", method=name, splits=splits) as experiment:
+        experiment.run(tmp_path / "actors")
+    assert remains(tmp_path / "actors") == remains(run.home / "run")
 
 
 def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(run: Experiment, splits: Splits) -> None:

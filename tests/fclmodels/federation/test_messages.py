@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fclmodels import state
-from fclmodels.federation.messages import Part, SharedBuffer, parts_from_tree, parts_to_tree
+from fclmodels.federation.messages import Part, SharedBuffer, from_bytes, parts_from_tree, parts_to_tree, to_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 # Answers each size with the digest of what it read, then writes the tree back with its numbers doubled.
@@ -39,6 +39,14 @@ def test_what_is_read_is_what_was_written() -> None:
         tree = {"tensors": tree_of(size), "facts": [1, None, {"a": "b"}]}
         back = buffer.read(buffer.write(tree))
         assert state.digest(back) == state.digest(tree)
+
+
+def test_a_message_of_bytes_holds_the_same_at_addresses_as_torch_would_give() -> None:
+    for size in (5, 0, 20000):
+        tree = {"tensors": tree_of(size), "facts": [1, None, {"a": "b"}]}
+        back = from_bytes(to_bytes(tree))
+        assert state.digest(back) == state.digest(tree)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in back["tensors"].values())
 
 
 def test_tensors_are_views_until_the_next_write() -> None:

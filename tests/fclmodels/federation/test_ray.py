@@ -1,0 +1,212 @@
+"""Clients on a Ray cluster of two nodes end with the same bits as here, whatever dies; nothing of ours is pickled."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from fclmodels.data.splits import Splits
+from fclmodels.errors import UserError
+from fclmodels.experiment import Experiment
+from fclmodels.federation import ray_cluster
+from fclmodels.federation.messages import Block
+from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunks_of
+from fclmodels.federation.ray_start import cluster, refuse_silence
+from fclmodels.federation.replies import Replies, TreeSum
+from fclmodels.listener import Listener
+
+MakeExperiment = Callable[..., Experiment]
+Remains = Callable[[Path], dict[str, Any]]
+
+ON_RAY = ("federation.executor=ray", "federation.workers=2")
+HARD = (
+    *("model.backbone=noisy", "methods.diary.batch_norm=local", "augment.crop_padding=1", "augment.flip=true"),
+    *("optimizer.momentum=0.9",),
+)
+SECAGG = ("federation.secagg.on=true", "federation.faults.missing=0.2")
+ATTACK = ("federation.attack.kind=scaled", "federation.attack.strength=1000", "federation.inspection.patience=null")
+UNEVEN = {
+    (task, client): 1 + (7 * client + 3 * task) % 11 for task in range(2) for client in range(18) if task != client
+}
+
+
+@pytest.fixture(scope="module")
+def uneven(splits_of: Callable[..., Splits], toys: Path) -> Splits:
+    """Of 18 clients on two actors: chunks of two."""
+    return splits_of(clients=18, train=UNEVEN)
+
+
+@pytest.fixture(scope="module")
+def serially(
+    uneven: Splits, new_experiment: MakeExperiment, remains: Remains, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    """What remains of a run in one process."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def run(*overrides: str, method: str) -> dict[str, Any]:
+        if (method, *overrides) not in found:
+            folder = tmp_path_factory.mktemp("serial")
+            new_experiment(*overrides, method=method, splits=uneven, home=folder / "home").run(folder / "run")
+            found[method, *overrides] = remains(folder / "run")
+        return found[method, *overrides]
+
+    return run
+
+
+class KillsTheNode(Listener):
+    """In the middle of a round, and adds another in the next."""
+
+    def __init__(self, nodes: Any) -> None:
+        self.nodes = nodes
+
+    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+        if (task, round, done) == (0, 0, 3):
+            self.nodes.kill()
+        if (task, round, done) == (0, 1, 3):
+            self.nodes.add()
+
+
+@pytest.mark.slow
+def test_a_worker_and_a_node_that_are_killed_are_replaced_and_nothing_of_ours_is_pickled(
+    two_nodes: Any,
+    serially: Callable[..., dict[str, Any]],
+    uneven: Splits,
+    experiment_of: MakeExperiment,
+    remains: Remains,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node in the first round, the worker in the second, in the training of a client."""
+    from ray._private.serialization import SerializationContext
+
+    pickled: list[Any] = []
+    for name in ("_serialize_to_pickle5", "_deserialize_pickle5_data"):
+        monkeypatch.setattr(SerializationContext, name, lambda self, *what: pickled.append(what))
+    blocks: list[Block] = []
+    add = Replies.add_block
+    monkeypatch.setattr(Replies, "add_block", lambda replies, block: add(replies, block) or blocks.append(block))
+    trouble = ("methods.diary.trouble=one death", f"methods.diary.mark={tmp_path}/mark")
+    listener = KillsTheNode(two_nodes)
+    with experiment_of(*HARD, *ON_RAY, *trouble, method="diary", splits=uneven, listener=listener) as experiment:
+        experiment.run(tmp_path / "run")
+        assert isinstance(experiment.executor, RayCluster)
+        assert len(experiment.executor._actors) == 2
+    assert (tmp_path / "mark").exists()
+    assert not pickled
+    assert {block.level for block in blocks} == {1}
+    assert remains(tmp_path / "run") == serially(*HARD, method="diary")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "overrides"), [("fedavg", SECAGG), ("diary", ATTACK), ("pip-l2p", ())])
+def test_nodes_that_share_no_files_end_with_the_same_bits(
+    method: str,
+    overrides: tuple[str, ...],
+    two_nodes: Any,
+    serially: Callable[..., dict[str, Any]],
+    uneven: Splits,
+    experiment_of: MakeExperiment,
+    remains: Remains,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples come from the object store, settings with the set-up, and what clients keep travels both ways.
+
+    Under attack replies are refused, whose chunks' sums are of no use.
+    """
+    known = ray_cluster.set_up_of
+    monkeypatch.setattr(ray_cluster, "set_up_of", lambda *given: known(*given) | {"splits": "/not/here", "home": ""})
+    with experiment_of(*overrides, *ON_RAY, method=method, splits=uneven) as experiment:
+        assert isinstance(experiment.executor, RayCluster)
+        experiment._workers_params.unlink()
+        experiment.run(tmp_path / "run")
+        assert len(experiment.executor._data) == 8
+    assert remains(tmp_path / "run") == serially(*overrides, method=method)
+    if overrides == ATTACK:
+        assert pl.read_parquet(tmp_path / "run" / "rounds.parquet")["refused"].sum() > 0
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_an_actor_surfaces(
+    two_nodes: Any,
+    uneven: Splits,
+    experiment_of: MakeExperiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def problem(*settings: str) -> pytest.ExceptionInfo[Exception]:
+        with (
+            experiment_of(*HARD, *ON_RAY, *settings, method="diary", splits=uneven) as experiment,
+            pytest.raises((UserError, RuntimeError)) as error,
+        ):
+            experiment.run(tmp_path / "run")
+        return error
+
+    assert str(problem("methods.diary.trouble=mistake").value) == "client 1 has no disk. Give it one."
+    monkeypatch.setattr(ray_cluster, "DEATHS_OF_ONE_CHUNK", 1)
+    deaths = problem("methods.diary.trouble=death", f"methods.diary.mark={tmp_path}/mark").value
+    assert "the actor died 1 times" in str(deaths)
+    assert "client" in str(deaths)
+    monkeypatch.setattr(ray_cluster, "PATIENCE", 2)
+    assert "no room for an actor (2 CPUs" in str(problem("federation.threads=2").value)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_its_own_ends_with_the_command_and_leaves_nothing(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from fclmodels.federation.ray_start import cluster
+with cluster(1) as ray:
+    print(ray.nodes()[0]["NodeManagerAddress"])
+    print(*Path("/tmp").glob("fcl-ray-*"))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
+    before = {*Path("/tmp").glob("fcl-ray-*")}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    address, folders = ran.stdout.splitlines()
+    assert address == "127.0.0.1"  # then Ray listens there only
+    own = {Path(name) for name in folders.split()} - before
+    assert len(own) == 1
+    assert not any(folder.exists() for folder in own)
+    assert ran.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_chunks_are_nodes_of_the_tree_and_enough_for_every_actor() -> None:
+    """The sum over blocks is, to the bit, the sum over clients, whoever answers first."""
+    random = torch.Generator().manual_seed(0)
+    for actors, n in product((1, 2, 7), (1, 2, 9, 64, 147)):
+        values = torch.randn(n, 5, generator=random)
+        chunks = chunks_of(range(n), actors)
+        assert [client for chunk in chunks for client in chunk.clients] == list(range(n))
+        assert len(chunks) >= min(n, CHUNKS * actors)
+        whole, blocks = TreeSum(n), TreeSum(n)
+        for client in range(n):
+            whole.add(client, {"x": values[client]})
+        for chunk in reversed(chunks):
+            block = TreeSum(len(chunk.clients))
+            for place, client in enumerate(chunk.clients):
+                block.add(place, {"x": values[client]})
+            blocks.add(chunk.place, block.result(), chunk.level)
+        assert torch.equal(whole.result()["x"], blocks.result()["x"])
+
+
+def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'fclflow\[ray\]'"), cluster():
+        pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:10001", "here"])
+def test_an_address_where_no_cluster_is_is_told_at_once(address: str) -> None:
+    with pytest.raises(UserError, match=f"RAY_ADDRESS: no cluster answers at {address}"):
+        refuse_silence(address)
