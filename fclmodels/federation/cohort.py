@@ -97,6 +97,7 @@ class Cohort:
         for done, answer in enumerate(self.executor.run(job, begun, before), start=1):
             on_answer(done)
             if answer.reply.out_of_memory:
+                self._refuse_lost_noise(answer.client, "was out of memory")
                 self.lost[answer.client] = "out of memory"
                 replies.drop(answer.client)
             if answer.client in self.lost:
@@ -155,32 +156,30 @@ class Cohort:
         replies.add(client, reply, weight)
         self.ledger.received(job, client, reply, base_round)
         if self._settings.inspection.check and job.question not in EVALUATIONS:
-<<<<<<< HEAD
             unseen = self._settings.sums_only
-            looks[client] = inspection.outline(reply) if unseen else inspection.look(reply, job.payload)
-=======
-            masked = SHARERS in job.payload
-            looks[client] = look or (inspection.outline(reply) if masked else inspection.look(reply, job.payload))
->>>>>>> ray
+            looks[client] = look or (inspection.outline(reply) if unseen else inspection.look(reply, job.payload))
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
         faults = inspection.faults(looks, self._settings.inspection)
         for client, fault in faults.items():
-            if self._settings.privacy.shared:
-                raise UserError(
-                    f"federation.privacy: client {client}'s {fault.part} {fault.why}, and its share of the noise "
-                    "is missing. Look at that client, or set federation.privacy.kind: local."
-                )
+            self._refuse_lost_noise(client, f"sent a reply whose {fault.part} {fault.why}")
             replies.drop(client)
             self.ledger.refused(job, client, fault.part)
             self.refused.append(Refusal(job.round, client, fault))
         self.farthest = inspection.farthest(looks, faults)
 
+    def _refuse_lost_noise(self, client: int, why: str) -> None:
+        if self._settings.privacy.shared:
+            raise UserError(
+                f"federation.privacy: client {client} {why}, and its share of the noise is missing. "
+                "Look at that client, or set federation.privacy.kind: local."
+            )
+
     def _sums_will_do(self, job: Job) -> bool:
         """Whether nobody but the method needs a reply by itself."""
         settings = self._settings
         checked = settings.inspection.check and job.question not in EVALUATIONS
-        return checked and self._rule is None and not settings.secagg.on
+        return checked and self._rule is None and not settings.sums_only
 
     @property
     def _settings(self) -> FederationSettings:

@@ -26,13 +26,8 @@ EVALUATIONS = {"evaluate": "test", "judge": "val"}  # questions about accuracy, 
 class Job:
     """One exchange: train for a round, or a question of finish_task; the payload is the same for all clients.
 
-<<<<<<< HEAD
     What clients remember is written to files in the folder `scratch`, which must outlive an interruption. asked: how
-    many clients are.
-=======
-    What clients remember is written to files in the folder `scratch`, which must outlive an interruption.
-    summed: parts that are needed as sums only may come back as sums over some of the clients.
->>>>>>> ray
+    many clients are. summed: parts that are needed as sums only may come back as sums over some of the clients.
     """
 
     question: str
@@ -40,11 +35,8 @@ class Job:
     round: int
     payload: Payload
     scratch: Path
-<<<<<<< HEAD
     asked: int = 1
-=======
     summed: bool = False
->>>>>>> ray
 
     def to(self, device: torch.device) -> "Job":
         return replace(self, payload={name: part.to(device) for name, part in self.payload.items()})

@@ -69,10 +69,10 @@ def refuse_what_is_not_covered(method: "Method") -> None:
         )
     if privacy.shared and (why := needs_more(method)):
         raise UserError(f"federation.privacy: {why} Or set federation.privacy.kind: local.")
-    if privacy.shared and (faults.missing or faults.late):
+    if privacy.shared and (faults.missing or faults.late or faults.crash or faults.out_of_memory):
         raise UserError(
             "federation.privacy: a client that does not answer in time takes its share of the noise with it. "
-            "Set federation.faults.missing and federation.faults.late to 0, or federation.privacy.kind to local."
+            "Set federation.faults' missing, late, crash and out_of_memory to 0, or federation.privacy.kind to local."
         )
 
 

@@ -81,7 +81,7 @@ class RayCluster:
         while len(self._actors) < min(self._count, len(chunks)):
             self._actors.append(self._started())
         begin = (
-            json.dumps([job.question, job.task, job.round, job.summed]),
+            json.dumps([job.question, job.task, job.round, job.asked, job.summed]),
             self.ray.put(to_bytes(parts_to_tree(job.payload))),
         )
         for actor in self._actors:

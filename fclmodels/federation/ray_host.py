@@ -73,8 +73,8 @@ class Host:
         return {}
 
     def _begin(self, words: str, payload: bytes) -> Tree:
-        question, task, round, summed = json.loads(words)
-        job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path(), summed)
+        question, task, round, asked, summed = json.loads(words)
+        job = Job(question, task, round, parts_from_tree(from_bytes(payload)), Path(), asked, summed)
         self.job = job.to(self.method.run.device)
         return {}
 

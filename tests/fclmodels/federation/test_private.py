@@ -292,6 +292,7 @@ def test_noise_is_the_same_in_workers_and_after_an_interruption(
         ("fedomg", (UNIFORM,), r"methods\.fedomg aligns single updates.*kind: local"),
         ("fedavg", (UNIFORM, "federation.aggregation=median"), r"median compares single replies.*kind: local"),
         ("fedavg", (UNIFORM, "federation.faults.missing=0.1"), r"takes its share of the noise with it"),
+        ("fedavg", (UNIFORM, "federation.faults.crash=0.1"), r"takes its share of the noise with it"),
     ],
 )
 def test_what_is_not_covered_refuses_before_the_run(
