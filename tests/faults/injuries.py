@@ -308,7 +308,7 @@ def refuse_other_end(found: object, right: object, place: str = "") -> None:
 
 def told_in_one_line(command: Command, code: int) -> str:
     """What a run that did not end well says."""
-    lines = [line for line in command.said.splitlines() if line.strip() and not line.startswith("tracking.uri: ")]
+    lines = [line for line in command.said.splitlines() if line.strip() and "stopped answering" not in line]
     if code == 0:
         return ""
     if code not in (1, 2) or len(lines) != 1:

@@ -694,16 +694,16 @@ def test_privacy_ledger_tells_the_largest_epsilon_of_the_seeds(tmp_path, text):
 
 
 def test_what_became_of_clients_is_told_where_they_could_fail(tmp_path, text):
-    counts = {"clients": 60, "missing": 7, "late": 5, "refused": 2, "dropped": 3, "answers": 48}
+    counts = {"clients": 60, "missing": 7, "lost": 1, "late": 5, "refused": 2, "dropped": 3, "answers": 47}
     folders = [
         write_run(tmp_path / "fedavg-0", "fedavg", 0, tasks=2, faults=counts),
-        write_run(tmp_path / "fedavg-1", "fedavg", 1, tasks=2, faults=counts | {"missing": 9, "answers": 46}),
+        write_run(tmp_path / "fedavg-1", "fedavg", 1, tasks=2, faults=counts | {"missing": 9, "answers": 45}),
         write_run(tmp_path / "joint-0", "joint", 0, tasks=2),
     ]
     (table,) = Tables(page(folders)).headed("Missing")
     assert table == [
-        ["Method", "Sampled", "Missing", "Late", "Refused", "Dropped", "Counted"],
-        ["fedavg", "60± 0", "8± 1.41", "5± 0", "2± 0", "3± 0", "47± 1.41"],
+        ["Method", "Sampled", "Missing", "Lost", "Late", "Refused", "Dropped", "Counted"],
+        ["fedavg", "60± 0", "8± 1.41", "1± 0", "5± 0", "2± 0", "3± 0", "46± 1.41"],
     ]
     assert Tables(text).headed("Missing") == []
 
