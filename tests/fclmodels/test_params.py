@@ -351,7 +351,7 @@ def test_an_override_can_be_null_and_the_last_one_wins(file):
     path = file("federation: {clients_per_round: 7}\npartition:\n")
     assert load(path, ["federation.clients_per_round=null"]).federation.clients_per_round is None
     assert load(path, ["partition.clients=9", "partition.clients=8"]).partition.clients == 8
-    assert load(path, ["tracking.uri=http://u:p@host:5000/?a=b"]).tracking.uri == "http://u:p@host:5000/?a=b"
+    assert load(path, ["tracking.uri=http://host:5000/?a=b"]).tracking.uri == "http://host:5000/?a=b"
 
 
 VALUES = st.one_of(
