@@ -18,7 +18,7 @@ from handed import DATA, FACTS
 from safetensors.torch import save_file
 
 from fclmodels import params, plugins
-from fclmodels.data.splits import Splits, content_digest
+from fclmodels.data.splits import SCHEMA, Splits, content_digest
 from fclmodels.experiment import SERVER_THREADS
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.choice import Choice
@@ -83,7 +83,8 @@ def make_splits(work: Work, folder: Path) -> Splits:
                 "task": np.full(count + tests, task),
                 "client": [*np.repeat(np.arange(work.clients), work.samples).tolist(), *[-1] * tests],
                 "split": ["train"] * count + ["test"] * tests,
-            }
+            },
+            SCHEMA,
         )
         for task in range(work.tasks)
     )
@@ -97,7 +98,7 @@ def make_splits(work: Work, folder: Path) -> Splits:
     ]  # fmt: skip
     facts = {
         "format": 1, "kind": "class-incremental", "tasks": tasks, "classes": names, "clients": work.clients,
-        "shape": work.shape, "mean": [0.5] * work.shape[0], "std": [0.5] * work.shape[0], "head": "growing",
+        "domains": ["all"], "shape": work.shape, "mean": [0.5] * work.shape[0], "std": [0.5] * work.shape[0], "head": "growing",
         "prepared": "../prepared", "prepared_digest": "random",
     }  # fmt: skip
     facts["digest"] = content_digest(table, facts)

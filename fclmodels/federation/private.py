@@ -41,10 +41,10 @@ OF_UPDATES = ("update", "statistics")  # all other parts are knowledge
 COVERS = {
     "all": "all that one client sends in the run",
     "knowledge": "what one client sends in the run besides updates, losses and numbers of samples",
-    "central": "in the sums over clients, which are all that a server sees under secure aggregation, against zeros in "
-    "its place",
+    "central": "in the sums over clients, against zeros in its place",
     "local": "as it is sent, whatever its data",
 }
+SEES_SHARES = "Not against the server, which sees single replies with their share of it: federation.secagg is off"
 NOT_COVERED = "Not covered: who has data of which task, accuracies, monitors, sizes of memories in the ledger"
 
 
@@ -69,6 +69,11 @@ def refuse_what_is_not_covered(method: "Method") -> None:
         )
     if privacy.shared and (why := needs_more(method)):
         raise UserError(f"federation.privacy: {why} Or set federation.privacy.kind: local.")
+    if privacy.shared and federation.attack.kind != "none":
+        raise UserError(
+            "federation.privacy: bad clients need not add their share of the noise. Leave federation.attack out, or "
+            "set federation.privacy.kind to local."
+        )
     if privacy.shared and (faults.missing or faults.late or faults.crash or faults.out_of_memory):
         raise UserError(
             "federation.privacy: a client that does not answer in time takes its share of the noise with it. "
@@ -126,10 +131,12 @@ def worth(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:
     begun = pl.struct("task", pl.coalesce("base_round", "round"))
     releases = max(up.group_by("client").agg(begun.n_unique().alias("releases"))["releases"], default=0)
     z = privacy.multiplier if privacy.shared else privacy.multiplier / 2
+    what = f"{COVERS[privacy.covers]}, {COVERS[privacy.kind]}; {amplified(privacy)}"
+    open_to_server = privacy.shared and not method.run.params.federation.secagg.on
     return {
         "epsilon": epsilon(z, privacy.sample_rate, releases, privacy.delta),
         "delta": privacy.delta,
-        "covers": f"{COVERS[privacy.covers]}, {COVERS[privacy.kind]}; {amplified(privacy)}. {NOT_COVERED}",
+        "covers": ". ".join([what, *([SEES_SHARES] if open_to_server else []), NOT_COVERED]),
         "kind": privacy.kind,
         "noise_multiplier": privacy.multiplier,
         "sample_rate": privacy.sample_rate,

@@ -34,6 +34,13 @@ class NearestPrototype(Frozen):
     def instead_of_a_mean(self) -> str | None:
         return "adds up counts and sums"
 
+    @property
+    def without_bound(self) -> str | None:
+        federation = self.run.params.federation
+        if federation.privacy.sample_rate < 1 and federation.rounds != 1:
+            return "hears each client once, whether it joins or not. Use federation.rounds: 1, or sample_rate: 1."
+        return super().without_bound
+
     def start_task(self, server: Server, task: int) -> Server:
         started, known = super().start_task(server, task), server.knowledge.get("told", {})
         heads = {

@@ -26,7 +26,7 @@ def test_fedprotip_sends_bases_after_a_task_that_the_server_needs_one_by_one(fou
     after = {row["part"]: row for row in found["fedprotip"]["traffic"]["sends after a task"]}
     assert (after["directions"]["kind"], after["directions"]["least"]) == ("basis", "each")
     assert "it predicts the task of a sample by itself" in lines(found["fedprotip"])
-    assert "single replies of directions, references" in " ".join(lines(found["fedprotip"]))
+    assert "single replies of directions, features, references" in " ".join(lines(found["fedprotip"]))
 
 
 def test_prompts_travel_and_the_frozen_backbone_does_not(found: dict[str, dict]) -> None:

@@ -249,7 +249,9 @@ def test_under_secure_aggregation_it_is_the_same_noise(name: str, experiment_of:
         experiment_of(*settings, *some, method=name).run(tmp_path / f"{len(some)}")
         for some in ((), ("federation.secagg.on=true",))
     )
+    told = [run["privacy"].pop("covers") for run in (plain, masked)]
     assert plain["privacy"] == masked["privacy"]
+    assert ["Not against the server" in covers for covers in told] == [True, False]
     assert plain["metrics"] == masked["metrics"]
     kinds = pl.read_parquet(tmp_path / "1" / "ledger.parquet").filter(pl.col("direction") == "up")["part"].unique()
     assert "secagg-log" not in kinds
@@ -293,6 +295,8 @@ def test_noise_is_the_same_in_workers_and_after_an_interruption(
         ("fedavg", (UNIFORM, "federation.aggregation=median"), r"median compares single replies.*kind: local"),
         ("fedavg", (UNIFORM, "federation.faults.missing=0.1"), r"takes its share of the noise with it"),
         ("fedavg", (UNIFORM, "federation.faults.crash=0.1"), r"takes its share of the noise with it"),
+        ("fedavg", (UNIFORM, "federation.attack.kind=noise"), r"bad clients need not add their share"),
+        ("nearest-prototype", (UNIFORM, f"{PRIVACY}.sample_rate=0.5"), r"hears each client once"),
     ],
 )
 def test_what_is_not_covered_refuses_before_the_run(
