@@ -13,7 +13,7 @@ from fclmodels.federation.executor import EVALUATIONS, TRAIN, Answer, Executor, 
 from fclmodels.federation.faults import Late, Loss, Turnout, keep
 from fclmodels.federation.inspection import WITHHELD, Fault, Form, Look, Refusal
 from fclmodels.federation.ledger import Ledger
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.messages import Block, Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
 from fclmodels.federation.secure import Session
 from fclmodels.numerics.robust import robust_mean
@@ -105,6 +105,8 @@ class Cohort:
             if delay := turnout.delays[answer.client]:
                 self._hold_back(answer, job.round, delay)
             else:
+                if job.summed and answer.look is None:
+                    answer = self._summed(job, replies, looks, answer)
                 self._take(job, replies, looks, answer.client, answer.reply, look=answer.look)
                 if answer.block:
                     replies.add_block(answer.block)
@@ -117,6 +119,14 @@ class Cohort:
         if replies.in_blocks and replies.clients != begun:
             self._ask_again(job, replies, before)
         return replies
+
+    def _summed(self, job: Job, replies: Replies, looks: Mapping[int, Look], answer: Answer) -> Answer:
+        """As from an executor that sums. Where replies differ or are wrong, some are refused and no sum is used."""
+        look = self._seen(job, answer.reply)
+        reply, sums = answer.reply.apart()
+        alike = not look.fault and next(iter(looks.values()), look).form == look.form
+        block = Block(0, replies.clients.index(answer.client), sums) if alike else None
+        return replace(answer, reply=reply, look=look, block=block)
 
     def _ask_again(self, job: Job, replies: Replies, memories: Mapping[int, Path]) -> None:
         """Without some of them the sums run along another tree: all that are left once more, one by one."""
@@ -167,7 +177,10 @@ class Cohort:
             look = Look(Fault("reply", WITHHELD))
         elif look is None and self._settings.sums_only:
             look = inspection.outline(reply)
-        looks[client] = look or inspection.look(reply, job.payload, self.executor.method.largest_weight(job.task))
+        looks[client] = look or self._seen(job, reply)
+
+    def _seen(self, job: Job, reply: Reply) -> Look:
+        return inspection.look(reply, job.payload, self.executor.method.largest_weight(job.task))
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
         faults = inspection.faults(looks, self._settings.inspection, partial(self._fits, job))

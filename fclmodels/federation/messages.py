@@ -76,6 +76,12 @@ class Reply:
         """All but the parts."""
         return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory", "withheld")}
 
+    def apart(self) -> tuple["Reply", dict[str, dict[str, Tensor]]]:
+        """The reply with outlines of the parts that are needed as sums only, and the tensors of these."""
+        sums = {name: part for name, part in self.parts.items() if part.least == "sum"}
+        outlines = {name: part.to("meta") for name, part in sums.items()}
+        return replace(self, parts=self.parts | outlines), {name: part.tensors for name, part in sums.items()}
+
 
 @dataclass(frozen=True)
 class Block:
