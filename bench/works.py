@@ -98,7 +98,8 @@ def make_splits(work: Work, folder: Path) -> Splits:
     ]  # fmt: skip
     facts = {
         "format": 1, "kind": "class-incremental", "tasks": tasks, "classes": names, "clients": work.clients,
-        "domains": ["all"], "shape": work.shape, "mean": [0.5] * work.shape[0], "std": [0.5] * work.shape[0], "head": "growing",
+        "domains": ["all"], "head": "growing",
+        "shape": work.shape, "mean": [0.5] * work.shape[0], "std": [0.5] * work.shape[0],
         "prepared": "../prepared", "prepared_digest": "random",
     }  # fmt: skip
     facts["digest"] = content_digest(table, facts)

@@ -32,8 +32,9 @@ class Choice:
     threads: int
 
     def __post_init__(self) -> None:
-        counts = self.workers, self.threads
-        if self.executor not in ("serial", "processes") or not all(type(n) is int and n > 0 for n in counts):
+        room = self.executor == "ray" and self.workers is None
+        counts = [self.threads, *([] if room else [self.workers])]
+        if self.executor not in ("serial", "processes", "ray") or not all(type(n) is int and n > 0 for n in counts):
             raise ValueError("it is no choice")
 
 

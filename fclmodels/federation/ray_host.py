@@ -84,14 +84,13 @@ class Host:
         for place, order in enumerate(orders):
             answer, reply = self._answer(**order)
             if self.job.summed:
-                look = inspection.look(reply, self.job.payload)
+                look = inspection.look(reply, self.job.payload, self.method.largest_weight(self.job.task))
                 answer |= {"fault": look.fault, "length": look.length}
                 forms.add(look.form)
-                summed = {name: part for name, part in reply.parts.items() if part.least == "sum"}
+                reply, summed = reply.apart()
                 if len(forms) == 1 and not look.fault:
-                    for name, part in summed.items():
-                        sums.setdefault(name, TreeSum(len(orders))).add(place, part.tensors)
-                reply = replace(reply, parts=reply.parts | {name: part.to("meta") for name, part in summed.items()})
+                    for name, tensors in summed.items():
+                        sums.setdefault(name, TreeSum(len(orders))).add(place, tensors)
             answers.append(answer | {"parts": parts_to_tree(reply.parts)})
         # Of replies that differ, or are not right, some are refused, and no sum with them is of use.
         alike = len(forms) == 1 and not any(answer.get("fault") for answer in answers)

@@ -1,4 +1,5 @@
-"""The answers of a round's clients: held until all have been checked, then summed, or given one by one.
+"""The answers of a round's clients: added up as they come where a sum is all that anyone needs, or held until all have
+been checked, then summed, or given one by one.
 
 Few bytes are held in memory, what is more in the spool. Sums run along a fixed binary tree over the clients in the
 order in which they are asked, so that they do not depend on who answers first, and only about log2(n) partial sums
