@@ -246,8 +246,9 @@ class Experiment:
     def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
         checkpoints = Checkpoints(self.checkpoint_folder(step))
         try:
-            everyone = tuple(range(self.splits.clients))
-            cohort = Cohort(self.executor, server.task, everyone, memories, Ledger(checkpoints.ledger), checkpoints)
+            everyone, ledger = tuple(range(self.splits.clients)), Ledger(checkpoints.ledger)
+            aside = inspection.set_aside(server, self.params.federation.inspection)
+            cohort = Cohort(self.executor, server.task, everyone, memories, ledger, checkpoints, aside=aside)
             replies = cohort.ask(step.stage, self.method.payload(server))
             return evaluation.gather(dict(replies.each("tables")))
         finally:

@@ -9,9 +9,9 @@ from pathlib import Path
 from fclmodels.errors import UserError
 from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
-from fclmodels.federation.executor import EVALUATIONS, Answer, Executor, Job, largest_first
+from fclmodels.federation.executor import EVALUATIONS, TRAIN, Answer, Executor, Job, largest_first
 from fclmodels.federation.faults import Late, Loss, Turnout, keep
-from fclmodels.federation.inspection import Look, Refusal
+from fclmodels.federation.inspection import WITHHELD, Fault, Form, Look, Refusal
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
@@ -121,12 +121,15 @@ class Cohort:
     def _ask_again(self, job: Job, replies: Replies, memories: Mapping[int, Path]) -> None:
         """Without some of them the sums run along another tree: all that are left once more, one by one."""
         replies.drop_blocks()
-        for answer in self.executor.run(replace(job, summed=False), replies.clients, memories):
+        job, looks = replace(job, summed=False), dict[int, Look]()
+        for answer in self.executor.run(job, replies.clients, memories):
             if answer.reply.out_of_memory:
                 raise UserError(
                     f"client {answer.client} was out of memory when it had to answer again. Start it again."
                 )
             replies.add(answer.client, answer.reply)
+            self._look(job, looks, answer.client, answer.reply)
+        self._refuse(job, replies, looks)
 
     def _hold_back(self, answer: Answer, round: int, delay: int) -> None:
         file = self._held_back / f"{answer.client}-{round}.safetensors"
@@ -155,18 +158,31 @@ class Cohort:
     ) -> None:
         replies.add(client, reply, weight)
         self.ledger.received(job, client, reply, base_round)
-        if self._settings.inspection.check and job.question not in EVALUATIONS:
-            unseen = self._settings.sums_only
-            looks[client] = look or (inspection.outline(reply) if unseen else inspection.look(reply, job.payload))
+        self._look(job, looks, client, reply, look)
+
+    def _look(self, job: Job, looks: dict[int, Look], client: int, reply: Reply, look: Look | None = None) -> None:
+        if not self._settings.inspection.check or job.question in EVALUATIONS:
+            return
+        if reply.withheld or (job.question == TRAIN and not reply.parts):
+            look = Look(Fault("reply", WITHHELD))
+        elif look is None and self._settings.sums_only:
+            look = inspection.outline(reply)
+        looks[client] = look or inspection.look(reply, job.payload, self.executor.method.largest_weight(job.task))
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
-        faults = inspection.faults(looks, self._settings.inspection)
+        faults = inspection.faults(looks, self._settings.inspection, partial(self._fits, job))
         for client, fault in faults.items():
             self._refuse_lost_noise(client, f"sent a reply whose {fault.part} {fault.why}")
             replies.drop(client)
             self.ledger.refused(job, client, fault.part)
             self.refused.append(Refusal(job.round, client, fault))
         self.farthest = inspection.farthest(looks, faults)
+
+    def _fits(self, job: Job, form: Form) -> bool:
+        """Whether its updates, if it has any, are of all that training moves."""
+        names = inspection.updated(form)
+        weights = job.payload.get("weights")
+        return not names or weights is None or names == self.executor.method.updated(weights.tensors, job.task)
 
     def _refuse_lost_noise(self, client: int, why: str) -> None:
         if self._settings.privacy.shared:

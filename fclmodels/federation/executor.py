@@ -133,10 +133,17 @@ def _done(method: "Method", job: Job, index: int, memory_file: Path | None) -> t
     if bad:
         reply = attacks.altered(reply, client)
     if secure.SHARERS in job.payload:
-        # A bad client would not run its own check.
-        fine = bad or not federation.inspection.check or inspection.look(reply, job.payload).fault is None
-        reply = secure.masked(reply, job, index, federation.secagg) if fine else Reply({}, base_round=reply.base_round)
+        reply = _hidden(reply, method, job, index, bad)
     return reply, memory_file
+
+
+def _hidden(reply: Reply, method: "Method", job: Job, index: int, bad: bool) -> Reply:
+    """The masked reply, or none where it fails the client's own check, which a bad client would not run."""
+    federation = method.run.params.federation
+    checked = federation.inspection.check and not bad
+    if checked and inspection.look(reply, job.payload, method.largest_weight(job.task)).fault:
+        return Reply({}, base_round=reply.base_round, withheld=True)
+    return secure.masked(reply, job, index, federation.secagg)
 
 
 def out_of_memory(problem: Exception) -> bool:

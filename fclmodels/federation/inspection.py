@@ -11,7 +11,7 @@ Under secure aggregation a client looks at its own reply and withholds what fail
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ ORTHONORMAL = 1e-3
 # A variance is a difference of float64 numbers; below this share of the mean square it is rounding.
 ROUNDING = 1e-9
 NOT_FINITE = "is not finite"
+WITHHELD = "is withheld"
+# What a client may count in a mean: beyond that float32 numbers times it, or times its inverse, may overflow.
+LEAST_WEIGHT, MOST_SAMPLES = 1e-9, 1e9
 TYPES = {torch.float32, torch.float64, torch.int32, torch.int64}
 
 Form = tuple[tuple[object, ...], ...]
@@ -54,13 +57,15 @@ class Look:
     length: float | None = None
 
 
-def look(reply: Reply, payload: Payload) -> Look:
-    """A reply by itself, in one pass over its numbers."""
+def look(reply: Reply, payload: Payload, most: float = MOST_SAMPLES) -> Look:
+    """A reply by itself, in one pass over its numbers. most: what a client may count in a mean."""
     if not math.isfinite(reply.loss):
         return Look(Fault("loss", NOT_FINITE))
     for name, part in reply.parts.items():
-        if why := wrong_with(part, payload, reply.parts):
+        if why := wrong_with(part, payload, reply.parts, most):
             return Look(Fault(name, why))
+    if "bases" in payload and (name := not_of_the_bases(reply.parts, payload["bases"].tensors)):
+        return Look(Fault(name, "is not of the layers that have bases"))
     updates = [part for part in reply.parts.values() if part.kind == "update"]
     lengths = [length(part.tensors) / (number(reply.parts[part.over]) if part.over else 1) for part in updates]
     return Look(None, form_of(reply.parts), math.hypot(*lengths) if lengths else None)
@@ -71,22 +76,25 @@ def outline(reply: Reply) -> Look:
     return Look(None, form_of(reply.parts))
 
 
-def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part]) -> str | None:
+def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part], most: float) -> str | None:
     """What no reply may hold, whatever the others do."""
     if other := {tensor.dtype for tensor in part.tensors.values()} - TYPES:
         return f"has numbers of {min(map(str, other))}"
     if not math.isfinite(length(part.tensors)):
         return NOT_FINITE
-    if part.over and (part.over not in parts or not number(parts[part.over]) > 0):
-        return f"needs one number above 0 in {part.over}"
+    if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
+        return f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}"
     if part.kind == "update" and "weights" in payload:
         return not_of_the_model(part.tensors, payload["weights"].tensors)
     if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
         return "is not orthonormal"
     if part.noise:
         return None
-    if part.kind in ("count", "reference") and any((tensor < 0).any() for tensor in part.tensors.values()):
+    sums = part.kind in ("count", "reference") or (part.kind == "statistics" and not part.over)
+    if sums and any((tensor < 0).any() for tensor in part.tensors.values()):
         return "is negative"
+    if part.kind == "reference" and (part.tensors.get("count", torch.zeros(())) > 1).any():
+        return "counts more than once"
     if part.kind == "prototype":
         return no_moments(part.tensors)
     return None
@@ -97,6 +105,13 @@ def not_of_the_model(update: Mapping[str, Tensor], weights: Mapping[str, Tensor]
         if name not in weights or (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
             return f"{name} is not of the model"
     return None
+
+
+def not_of_the_bases(parts: Mapping[str, Part], bases: Mapping[str, Tensor]) -> str | None:
+    """A part with what clients found beside bases that they were sent, where all that there is of it is not of each."""
+    found = [name for name, part in parts.items() if part.kind in ("basis", "directions", "sketch")]
+    heights = {layer: (X.shape[:1], X.dtype) for name in found for layer, X in parts[name].tensors.items()}
+    return found[0] if found and heights != {layer: (X.shape[:1], X.dtype) for layer, X in bases.items()} else None
 
 
 def orthonormal(basis: Tensor) -> bool:
@@ -153,14 +168,18 @@ def shape_of(part: Part, tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[:1] if part.kind in ("basis", "directions") else tensor.shape)
 
 
-def faults(looks: Mapping[int, Look], settings: InspectionSettings) -> dict[int, Fault]:
-    """Who is refused, and why; the same whoever answers first."""
+def faults(
+    looks: Mapping[int, Look], settings: InspectionSettings, fits: Callable[[Form], bool] = lambda form: True
+) -> dict[int, Fault]:
+    """Who is refused, and why; the same whoever answers first. fits: whether a form is that of the model."""
     found = {client: seen.fault for client, seen in looks.items() if seen.fault}
-    usual = usual_form([looks[client].form for client in sorted(looks.keys() - found.keys())])
+    usual = usual_form([looks[client].form for client in looks.keys() - found.keys()], fits)
     for client in looks.keys() - found.keys():
-        if looks[client].form != usual:
+        if usual is None:
+            found[client] = Fault("reply", "has not the form of the model, or no more have it than have another")
+        elif looks[client].form != usual:
             differing = Fault(differing_part(looks[client].form, usual), "has another form than most")
-            found[client] = differing if looks[client].form else Fault("reply", "is withheld")
+            found[client] = differing if looks[client].form else Fault("reply", WITHHELD)
     middle = median_length(looks, found)
     for client in looks.keys() - found.keys():
         of_it = looks[client].length
@@ -169,9 +188,18 @@ def faults(looks: Mapping[int, Look], settings: InspectionSettings) -> dict[int,
     return {client: found[client] for client in sorted(found)}
 
 
-def usual_form(forms: list[Form]) -> Form:
-    """What most have; of several the first."""
-    return Counter(forms).most_common(1)[0][0] if forms else ()
+def usual_form(forms: Sequence[Form], fits: Callable[[Form], bool]) -> Form | None:
+    """What most have, and at least two; else the only one of the model."""
+    counts = Counter(forms)
+    most = [form for form, count in counts.items() if count == max(counts.values())]
+    if len(most) > 1 or len(forms) == 1:
+        most = [form for form in most if fits(form)]
+    return most[0] if len(most) == 1 else None
+
+
+def updated(form: Form) -> set[str]:
+    """The names in its updates; masked ones end with their type."""
+    return {str(entry[5]).partition(":")[0] for entry in form if entry[1] == "update"}
 
 
 def differing_part(form: Form, usual: Form) -> str:

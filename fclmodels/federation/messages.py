@@ -28,6 +28,7 @@ ALIGNMENT = 64
 class Part:
     """Named tensors of one kind, and the least that the method's server needs of them over clients.
 
+    kind "statistics": changes of a mean over `over`, or without it sums of what is not negative.
     least "sum": of floating point in a reply to training, for a late one counts in part.
     once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
     over: the part with the one number w that its tensors w*x are multiplied by; the mean is the sum over that part's.
@@ -68,11 +69,12 @@ class Reply:
     samples: int = 0
     base_round: int = 0
     out_of_memory: bool = False  # then there are no parts
+    withheld: bool = False  # by the client itself, under secure aggregation: neither
 
     @property
     def facts(self) -> dict[str, float]:
         """All but the parts."""
-        return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory")}
+        return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory", "withheld")}
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Host:
         for place, order in enumerate(orders):
             answer, reply = self._answer(**order)
             if self.job.summed:
-                look = inspection.look(reply, self.job.payload)
+                look = inspection.look(reply, self.job.payload, self.method.largest_weight(self.job.task))
                 answer |= {"fault": look.fault, "length": look.length}
                 forms.add(look.form)
                 summed = {name: part for name, part in reply.parts.items() if part.least == "sum"}

@@ -162,7 +162,7 @@ def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, roun
         raise diverged(f"client {client}'s {part} {why}", task, round)
     raise UserError(
         f"task {task}, round {round}: no reply of {len(refused)} can be used; client {client}'s {part} {why}. "
-        "Look at that client, or at federation.inspection."
+        "Look at that client, at whether training diverges, or at federation.inspection."
     )
 
 

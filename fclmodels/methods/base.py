@@ -16,6 +16,7 @@ from fclmodels.data.splits import Rows
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.inspection import MOST_SAMPLES
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.networks import Networks
@@ -67,6 +68,14 @@ class Method:
         return None
 
     # On the server.
+
+    def updated(self, weights: dict[str, Tensor], task: int) -> set[str]:
+        """The names in a client's update, after a payload with these weights."""
+        return set(self.trainable(self.networks.load(self.run.spec(task + 1), weights), task))
+
+    def largest_weight(self, task: int) -> float:
+        """The most that a client may count in a mean."""
+        return 1.0 if self.run.params.federation.weighting == "uniform" else MOST_SAMPLES
 
     @property
     def instead_of_a_mean(self) -> str | None:

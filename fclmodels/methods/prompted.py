@@ -67,6 +67,12 @@ class Prompted(Frozen):
     def client_weight(self, client: Client) -> float:
         return client.weight * (taken(client) if self.settings.omega == "participation" else 1)
 
+    def updated(self, weights: dict[str, Tensor], task: int) -> set[str]:
+        return {n for n in super().updated(weights, task) if not (self.personal and n.startswith("heads."))}
+
+    def largest_weight(self, task: int) -> float:
+        return super().largest_weight(task) * (self.run.rounds(task) if self.settings.omega == "participation" else 1)
+
     def own(self, client: Client, network: Network) -> Memory:
         memory: Memory = {"taken": {"task": client.task, "rounds": taken(client)}}
         if self.personal:

@@ -69,9 +69,9 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (update(c=torch.ones(2)), ("update", "c is not of the model")),
         (update(b=torch.ones(3)), ("update", "b is not of the model")),
         (update(b=torch.ones(2).double()), ("update", "b is not of the model")),
-        (update(count=-2.0), ("update", "needs one number above 0 in weight")),
+        (update(count=-2.0), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
         (update(count=math.nan), ("update", "is not finite")),
-        ({"update": update()["update"]}, ("update", "needs one number above 0 in weight")),
+        ({"update": update()["update"]}, ("update", "needs one number from 1e-09 to 1e+09 in weight")),
         (part("basis", a=Q, b=Q[:, :0]), None),
         (part("basis", a=Q, b=1.01 * Q), ("p", "is not orthonormal")),
         (part("basis", a=torch.cat([Q, Q[:, :1]], 1)), ("p", "is not orthonormal")),
@@ -272,8 +272,8 @@ def test_a_tasks_end_without_anyone_left_ends_in_one_line_too(
 ) -> None:
     looked = inspection.look
 
-    def strict(reply: Reply, payload: Payload) -> Look:
-        return looked(reply, payload) if "update" in reply.parts else Look(Fault("basis", "is bad"))
+    def strict(reply: Reply, payload: Payload, most: float) -> Look:
+        return looked(reply, payload, most) if "update" in reply.parts else Look(Fault("basis", "is bad"))
 
     monkeypatch.setattr(inspection, "look", strict)
     heard = Heard()

@@ -43,7 +43,7 @@ class Diary(FedAvg):
         learned = {name: value * (1 + 0.01 * len(pages)) for name, value in reply.parts["update"].tensors.items()}
         parts = reply.parts | {
             "update": Part("update", learned, over="weight"),
-            "page": Part("statistics", {"page": page}, "each"),
+            "page": Part("sketch", {"page": page}, "each"),
         }
         return replace(reply, parts=parts), {**memory, "pages": pages, "last": [client.task, client.round]}
 
