@@ -176,7 +176,9 @@ def faults(
     usual = usual_form([looks[client].form for client in looks.keys() - found.keys()], fits)
     for client in looks.keys() - found.keys():
         if usual is None:
-            found[client] = Fault("reply", "has not the form of the model, or no more have it than have another")
+            known = fits(looks[client].form)
+            why = "has another form than as many others" if known else "has another form than the model"
+            found[client] = Fault("reply", why)
         elif looks[client].form != usual:
             differing = Fault(differing_part(looks[client].form, usual), "has another form than most")
             found[client] = differing if looks[client].form else Fault("reply", WITHHELD)

@@ -218,7 +218,9 @@ class Session:
         if not replies.clients or not replies.parts:
             return replies
         survivors = sorted(replies.clients)
-        secagg.refuse_too_few("have sent masked replies that can be used", survivors, self.threshold)
+        secagg.refuse_too_few(
+            "have sent masked replies that pass the checks (training may diverge)", survivors, self.threshold
+        )
         sealed_for = {
             client: protocol(table({sender: sealed[client] for sender, sealed in self.sealed.items()}))
             for client in survivors

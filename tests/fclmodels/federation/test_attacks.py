@@ -1,6 +1,7 @@
 """Bad clients in a run: who they are, what they change, what checks and robust rules make of it, and the same bits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.federation import attacks
-from fclmodels.federation.messages import Part, Reply
+from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
+from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.plugins import all_of, find
 
@@ -162,6 +165,48 @@ def test_the_rules_hold_where_the_mean_is_carried_away(
     carried = (model(*evil) - honest).norm()
     for rule in RULES:
         assert (model(*evil, f"federation.aggregation={rule}") - honest).norm() < carried / 3, rule
+
+
+class Claims(FedAvg):
+    """Client 1 sends nothing, and says that it is of this many samples."""
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().train(client, payload)
+        if client.index != 1:
+            return reply, memory
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in reply.parts["update"].tensors.items()}
+        parts = {
+            "update": Part("update", nothing, over="weight"),
+            "weight": Part("count", {"weight": torch.tensor(self.samples, dtype=torch.float64)}),
+        }
+        return replace(reply, parts={**reply.parts, **parts}), memory
+
+    samples = 0.0
+
+
+@pytest.mark.parametrize("rule", ["mean", *RULES])
+@pytest.mark.parametrize("samples", [1e300, 1e-300])
+def test_an_absurd_number_of_samples_is_as_no_reply(
+    rule: str, samples: float, method_of: Callable, federate: Callable, splits_of: Callable, monkeypatch: Any
+) -> None:
+    splits = splits_of(clients=6, tasks=1)
+    settings = (f"federation.aggregation={rule}", "federation.robust.bad=0.1")
+    claiming = method_of(Claims, *settings, splits=splits)
+    claiming.samples = samples
+    honest = method_of(FedAvg, *settings, splits=splits)
+    monkeypatch.setattr(honest, "participants", lambda task: (0, 2, 3, 4, 5))
+    assert state.digest(federate(claiming).weights) == state.digest(federate(honest).weights)
+
+
+def test_who_is_set_aside_says_nothing_of_its_own_model(
+    five: Splits, experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    settings = (*SCALED, "federation.inspection.patience=1", "methods.fedavg.batch_norm=local")
+    result = experiment_of(*settings, splits=five).run(tmp_path / "run")
+    accuracy = pl.read_parquet(tmp_path / "run" / "accuracy.parquet").filter(pl.col("after") > 0)
+    bad = set(result["attack"]["clients"])
+    assert bad
+    assert set(accuracy["client"].drop_nulls()) == set(range(5)) - bad
 
 
 def test_rules_refuse_by_name_what_is_no_mean(method_of: Callable) -> None:

@@ -1,7 +1,7 @@
 """What is refused, by itself and beside others. That honest replies of every method pass is in test_contract.py."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from fclmodels.errors import UserError
 from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.client import Client
-from fclmodels.federation.executor import Serial
+from fclmodels.federation.executor import Answer, Job, Serial
 from fclmodels.federation.inspection import Fault, Look
 from fclmodels.federation.ledger import ledger_table
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.messages import Block, Part, Payload, Reply
 from fclmodels.federation.rounds import learn, rounds_table
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
@@ -71,6 +71,9 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (update(b=torch.ones(2).double()), ("update", "b is not of the model")),
         (update(count=-2.0), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
         (update(count=math.nan), ("update", "is not finite")),
+        (update(count=0.0), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
+        (update(count=2e9), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
+        (update(0.0, 1e-300), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
         ({"update": update()["update"]}, ("update", "needs one number from 1e-09 to 1e+09 in weight")),
         (part("basis", a=Q, b=Q[:, :0]), None),
         (part("basis", a=Q, b=1.01 * Q), ("p", "is not orthonormal")),
@@ -88,6 +91,9 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("prototype", **{**MOMENTS, "weight": torch.zeros(4)}), ("p", "has a sum of no samples")),
         (part("prototype", **{**MOMENTS, "square": 0.1 * MOMENTS["square"]}), ("p", "has a negative variance")),
         (part("reference", omega=-torch.ones(2, 2)), ("p", "is negative")),
+        (part("reference", omega=torch.ones(2, 2), count=torch.tensor([0.0, 1.0])), None),
+        (part("reference", omega=torch.ones(2, 2), count=torch.tensor([0.0, 1e9])), ("p", "counts more than once")),
+        (part("statistics", loss=torch.tensor(-1.0), samples=torch.tensor(3.0)), ("p", "is negative")),
         (part("count", seen=torch.tensor([-1, 3])), ("p", "is negative")),
         (part("count", seen=torch.tensor(True)), ("p", "has numbers of torch.bool")),
         ({"p": Part("count", {"share": torch.tensor(-0.1)}, noise=1.0)}, None),
@@ -95,6 +101,29 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
 )  # fmt: skip
 def test_a_reply_by_itself(parts: Parts, fault: tuple[str, str] | None) -> None:
     assert inspection.look(Reply(parts), PAYLOAD).fault == (fault and Fault(*fault))
+
+
+def test_where_all_weigh_alike_nobody_counts_for_more() -> None:
+    looks = [inspection.look(Reply(update(count=count)), PAYLOAD, most=1.0) for count in (1.0, 1.5)]
+    assert [seen.fault and seen.fault.why for seen in looks] == [None, "needs one number from 1e-09 to 1 in weight"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "fine"),
+    [
+        ({"q": Part("basis", {"a": Q, "b": Q[:, :1]})}, True),
+        ({"q": Part("basis", {"a": Q}), "r": Part("directions", {"b": 2 * Q})}, True),
+        ({"n": Part("count", {"n": torch.tensor(1)})}, True),
+        ({"q": Part("basis", {"a": Q})}, False),
+        ({"q": Part("basis", {"a": Q, "b": Q, "c": Q})}, False),
+        ({"q": Part("basis", {"a": Q, "b": torch.eye(7)})}, False),
+        ({"q": Part("sketch", {"a": Q, "b": Q.double()})}, False),
+    ],
+)
+def test_what_is_found_beside_bases_is_of_their_layers(parts: Parts, fine: bool) -> None:
+    asked = {"bases": Part("basis", {"a": Q[:, :1], "b": Q[:, :0]})}
+    expected = None if fine else Fault("q", "is not of the layers that have bases")
+    assert inspection.look(Reply(parts), asked).fault == expected
 
 
 def test_a_loss_that_is_not_finite_stops_no_run() -> None:
@@ -161,6 +190,29 @@ def test_the_form_is_what_most_replies_have(other: Parts) -> None:
         return
     assert [(client, fault.why) for client, fault in found.items()] == [(1, "has another form than most")]
     assert found[1].part in ("more", "update", "weight")
+
+
+MORE = {**update(), **part("count", n=torch.tensor(1))}
+PART = {**update(), "update": Part("update", {"w": drawn(3, 2)}, over="weight")}
+
+
+@pytest.mark.parametrize(
+    ("replies", "refused"),
+    [
+        ([update()], {}),
+        ([PART], {0: "has another form than the model"}),
+        ([PART, update()], {0: "has another form than most"}),
+        ([PART, update(), PART, update()], {0: "has another form than most", 2: "has another form than most"}),
+        ([PART, MORE], {0: "has another form than most"}),
+        ([update(), MORE], dict.fromkeys((0, 1), "has another form than as many others")),
+    ],
+)
+def test_without_a_majority_it_is_that_of_the_model(replies: list[Parts], refused: dict[int, str]) -> None:
+    def fits(form: inspection.Form) -> bool:
+        return inspection.updated(form) == {*MODEL}
+
+    found = inspection.faults(looks_of(*replies), InspectionSettings(), fits)
+    assert {client: fault.why for client, fault in found.items()} == refused
 
 
 def test_bases_of_any_number_of_columns_have_one_form() -> None:
@@ -261,6 +313,116 @@ def test_under_secure_aggregation_a_client_looks_at_its_own_reply_and_withholds_
     assert ledger.filter(pl.col("client") == 1, pl.col("part") == "update", direction="up").is_empty()
     for name, tensor in plain.weights.items():
         torch.testing.assert_close(masked.weights[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+class Partly(FedAvg):
+    """Client 0 sends the head alone, and is the first of two."""
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().train(client, payload)
+        if client.index == 0:
+            head = {n: t for n, t in reply.parts["update"].tensors.items() if n.startswith("heads.")}
+            reply = replace(reply, parts={**reply.parts, "update": Part("update", head, over="weight")})
+        return reply, memory
+
+
+def test_a_lone_reply_has_the_form_of_the_model(
+    method_of: Callable, learned: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = method_of(Partly, "federation.rounds=1")
+    monkeypatch.setattr(method, "participants", lambda task: (0,))
+    with pytest.raises(UserError, match="no reply of 1 can be used; client 0's reply has another form than the model"):
+        learned(method)
+    monkeypatch.setattr(method, "participants", lambda task: (0, 1))
+    assert learned(method)[0].refused == {"0": 1}
+
+
+class InBlocks(Serial):
+    """Sums like the executor `ray`; whoever has to answer again sends NaN if it is client 2."""
+
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        for place, answer in enumerate(super().run(job, clients, memories)):
+            parts = answer.reply.parts
+            if job.summed:
+                seen = inspection.look(answer.reply, job.payload)
+                outlines = {name: found.to("meta") for name, found in parts.items()}
+                block = None if seen.fault else Block(0, place, {name: found.tensors for name, found in parts.items()})
+                yield replace(answer, reply=replace(answer.reply, parts=outlines), look=seen, block=block)
+                continue
+            if answer.client == 2:
+                broken = {name: with_nan(tensor) for name, tensor in parts["update"].tensors.items()}
+                parts = {**parts, "update": replace(parts["update"], tensors=broken)}
+            yield replace(answer, reply=replace(answer.reply, parts=parts))
+
+
+def test_second_replies_are_looked_at_too(
+    method_of: Callable, learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, heard = Checkpoints(tmp_path / "blocks"), Heard()
+    method = method_of(Malicious, "federation.rounds=1")
+    server = learn(method, method.setup(), {}, 0, InBlocks(method, 1), checkpoints, heard).server
+    assert heard.lines == [(0, 0, client, "update is not finite") for client in (1, 2)]
+    table = ledger_table(checkpoints.ledger)
+    assert table.filter(direction="refused")["client"].to_list() == [1, 2]
+    assert table.filter(direction="up", part="update")["client"].to_list() == [0, 1, 2, 3]
+    checkpoints.close()
+    honest = method_of(FedAvg, "federation.rounds=1")
+    monkeypatch.setattr(honest, "participants", lambda task: (0, 3))
+    alone = learned(honest)[0]
+    assert all(torch.equal(server.weights[name], tensor) for name, tensor in alone.weights.items())
+
+
+class Diverging(FedAvg):
+    """The last `broken` clients' updates are not finite."""
+
+    broken = 0
+
+    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+        reply, memory = super().train(client, payload)
+        if client.index >= 4 - self.broken:
+            nan = {name: with_nan(tensor) for name, tensor in reply.parts["update"].tensors.items()}
+            reply = replace(reply, parts={**reply.parts, "update": Part("update", nan, over="weight")})
+        return reply, memory
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (4, "round 0: no reply of 4 can be used; client 0's reply is withheld. .* whether training diverges"),
+        (3, r"only 1 clients have sent masked replies that pass .* and 3 are needed"),
+        (2, r"only 2 clients have sent masked replies that pass .* and 3 are needed"),
+    ],
+)
+def test_too_many_withheld_replies_end_in_one_line(
+    broken: int, told: str, method_of: Callable, learned: Callable
+) -> None:
+    method = method_of(Diverging, "federation.secagg.on=true", "federation.rounds=1")
+    method.broken = broken
+    with pytest.raises(UserError, match=told) as error:
+        learned(method)
+    assert "\n" not in str(error.value)
+
+
+def test_of_many_the_rest_goes_on_and_only_those_who_withhold_are_counted(
+    method_of: Callable, learned: Callable, splits_of: Callable
+) -> None:
+    settings = ("federation.secagg.on=true", "federation.secagg.threshold=0.51", "federation.rounds=1")
+    method = method_of(Diverging, *settings, splits=splits_of(clients=5))
+    method.broken = 1
+    assert learned(method)[0].refused == {"3": 1, "4": 1}
+
+
+def test_answers_that_all_withhold_end_in_one_line(
+    experiment_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = inspection.look
+
+    def strict(reply: Reply, payload: Payload, most: float) -> Look:
+        return Look(Fault("sketch", "is bad")) if "sketch" in reply.parts else looked(reply, payload, most)
+
+    monkeypatch.setattr(inspection, "look", strict)
+    with pytest.raises(UserError, match="no reply can be used"):
+        experiment_of("federation.secagg.on=true", method="fot").run(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
