@@ -1,8 +1,9 @@
 """Replies are looked at before they touch the model; pure functions, of one reply and of all of an exchange.
 
-By itself a reply must be finite, an update's tensors those of the model, a basis orthonormal, counts not negative, and
-a prototype the moments of real numbers (no variance below 0). Beside the others it must have the form that most have
-(parts, kinds, names, types, shapes), and no update may be `largest` times as long as the round's median. Lengths are
+By itself a reply must be finite, an update's tensors those of the model, a basis orthonormal and of the layers whose
+bases were sent, counts not negative, a weight one that a client can have, and a prototype the moments of real numbers
+(no variance below 0). Beside the others it must have the form that most have (parts, kinds, names, types, shapes), or
+where no form is that of most, the model's; no update may be `largest` times as long as the round's median. Lengths are
 of x where w*x travels, so that many samples make no update long. What fails is refused: it costs its bytes, is noted in
 the ledger, and counts against its client, who is set aside after `patience` of them.
 
@@ -84,14 +85,18 @@ def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part], most: fl
         return NOT_FINITE
     if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
         return f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}"
-    if part.kind == "update" and "weights" in payload:
+    changes = part.kind == "update" or (part.kind == "statistics" and part.over)
+    if changes and "weights" in payload:
         return not_of_the_model(part.tensors, payload["weights"].tensors)
     if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
         return "is not orthonormal"
     if part.noise:
         return None
-    sums = part.kind in ("count", "reference") or (part.kind == "statistics" and not part.over)
-    if sums and any((tensor < 0).any() for tensor in part.tensors.values()):
+    if (
+        part.kind in ("count", "reference", "statistics")
+        and not part.over
+        and any((tensor < 0).any() for tensor in part.tensors.values())
+    ):
         return "is negative"
     if part.kind == "reference" and (part.tensors.get("count", torch.zeros(())) > 1).any():
         return "counts more than once"

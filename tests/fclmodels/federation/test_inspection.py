@@ -67,6 +67,8 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (update(b=with_nan(torch.ones(2))), ("update", "is not finite")),
         (update(b=with_nan(torch.ones(2), -math.inf)), ("update", "is not finite")),
         (update(c=torch.ones(2)), ("update", "c is not of the model")),
+        ({**update(), "s": Part("statistics", {"c": torch.ones(2)}, over="weight")}, ("s", "c is not of the model")),
+        ({**update(), "s": Part("statistics", {"b": -torch.ones(2)}, over="weight")}, None),
         (update(b=torch.ones(3)), ("update", "b is not of the model")),
         (update(b=torch.ones(2).double()), ("update", "b is not of the model")),
         (update(count=-2.0), ("update", "needs one number from 1e-09 to 1e+09 in weight")),
@@ -401,15 +403,6 @@ def test_too_many_withheld_replies_end_in_one_line(
     with pytest.raises(UserError, match=told) as error:
         learned(method)
     assert "\n" not in str(error.value)
-
-
-def test_of_many_the_rest_goes_on_and_only_those_who_withhold_are_counted(
-    method_of: Callable, learned: Callable, splits_of: Callable
-) -> None:
-    settings = ("federation.secagg.on=true", "federation.secagg.threshold=0.51", "federation.rounds=1")
-    method = method_of(Diverging, *settings, splits=splits_of(clients=5))
-    method.broken = 1
-    assert learned(method)[0].refused == {"3": 1, "4": 1}
 
 
 def test_answers_that_all_withhold_end_in_one_line(
