@@ -85,18 +85,14 @@ def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part], most: fl
         return NOT_FINITE
     if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
         return f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}"
-    changes = part.kind == "update" or (part.kind == "statistics" and part.over)
-    if changes and "weights" in payload:
+    if (part.kind == "update" or (part.kind == "statistics" and part.over)) and "weights" in payload:
         return not_of_the_model(part.tensors, payload["weights"].tensors)
     if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
         return "is not orthonormal"
     if part.noise:
         return None
-    if (
-        part.kind in ("count", "reference", "statistics")
-        and not part.over
-        and any((tensor < 0).any() for tensor in part.tensors.values())
-    ):
+    sums = part.kind in ("count", "reference") or (part.kind == "statistics" and not part.over)
+    if sums and any((tensor < 0).any() for tensor in part.tensors.values()):
         return "is negative"
     if part.kind == "reference" and (part.tensors.get("count", torch.zeros(())) > 1).any():
         return "counts more than once"
@@ -113,7 +109,7 @@ def not_of_the_model(update: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 
 
 def not_of_the_bases(parts: Mapping[str, Part], bases: Mapping[str, Tensor]) -> str | None:
-    """A part with what clients found beside bases that they were sent, where all that there is of it is not of each."""
+    """The first part with what a client found beside the bases that it was sent, unless there is something of each."""
     found = [name for name, part in parts.items() if part.kind in ("basis", "directions", "sketch")]
     heights = {layer: (X.shape[:1], X.dtype) for name in found for layer, X in parts[name].tensors.items()}
     return found[0] if found and heights != {layer: (X.shape[:1], X.dtype) for layer, X in bases.items()} else None
