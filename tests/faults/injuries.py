@@ -60,11 +60,18 @@ class Scene:
         time.sleep(wait)
         return wanted
 
+    def wait_for(self, command: Command, pattern: str) -> None:
+        """Until there is a file of this kind."""
+        while not list(self.project.folder.glob(pattern)) and not command.ended:
+            time.sleep(0.002)
+
     def interrupted(self, number: signal.Signals = signal.SIGKILL) -> Command:
-        """A run that got a signal while it was at work."""
+        """A run that got a signal while it was at work, half of the times when a round was kept."""
         for _ in range(TOO_LATE):
-            command = self.project.run()
-            time.sleep(self.some_time())
+            command, kept = self.project.run(), self.chance.random() < 0.5
+            if kept:
+                self.wait_for(command, ".fcl/checkpoints/*/commit.json")
+            time.sleep(self.some_time(0, 0.3 if kept else 0.95))
             if not command.ended:
                 command.send(number)
                 return command
@@ -75,8 +82,7 @@ class Scene:
         """A file of a run that was killed as soon as there was one of this kind, some of them later."""
         for _ in range(TOO_LATE):
             command, wait = self.project.run(), self.some_time(0, 0.3)
-            while not list(self.project.folder.glob(pattern)) and not command.ended:
-                time.sleep(0.002)
+            self.wait_for(command, pattern)
             time.sleep(wait)
             command.kill()
             if found := sorted(self.project.folder.glob(pattern)):
