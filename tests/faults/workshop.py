@@ -274,8 +274,8 @@ def tracked(database: Path, method: str) -> list[dict[str, Any]]:
 
 
 def artifacts(folder: Path, run: str) -> list[str]:
-    (place,) = folder.glob(f"**/{run}/artifacts")
-    return sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    found = [path for path in folder.glob(f"**/{run}/artifacts/**/*") if path.is_file()]
+    return sorted(str(path).partition(f"{run}/artifacts/")[2] for path in found)
 
 
 class Server:
