@@ -1,6 +1,5 @@
 """What a run leaves behind: runs/<method>-<seed>/ with result.json, tables, model and knowledge."""
 
-import json
 import os
 import platform
 import shlex
@@ -17,7 +16,9 @@ from fclmodels.errors import UserError
 from fclmodels.federation import private
 from fclmodels.federation.attacks import bad_clients
 from fclmodels.federation.server import Server
+from fclmodels.foreign import read_json
 from fclmodels.metrics import rounds_to_best, summary
+from fclmodels.sealed import digests_of
 from fclmodels.store import Store
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
             "code": experiment.code,
             "accuracy": _digest(outcomes, "accuracy"),
         },
+        "files": digests_of(folder),
         "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "seconds": sum(outcome["seconds"] for outcome in outcomes),
         "timings": {
@@ -107,8 +109,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
         **({"remarks": remarks} if (remarks := experiment.remarks(concluded)) else {}),
         **({"privacy": privacy} if (privacy := _privacy(experiment, tables["ledger"])) else {}),
     }
-    state.write_json(folder / "result.json", result)
-    return json.loads(json.dumps(result))
+    state.write_sealed(folder / "result.json", result)
+    return read_json(folder / "result.json")
 
 
 def _preset(experiment: "Experiment") -> dict[str, Any]:

@@ -29,6 +29,7 @@ from fclmodels.foreign import checked, open_image, read_json
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.methods.base import Method
 from fclmodels.numerics.relevance import Router, relevance
+from fclmodels.sealed import refuse_changed
 
 FORMAT = 1
 AT_ONCE = 256
@@ -97,6 +98,7 @@ class Model:
             ) from problem
 
     def _open(self, folder: Path) -> None:
+        refuse_changed(folder.parent, f"{folder.name}/*")
         facts = checked(_Facts, read_json(folder / "serving.json"))
         self.spec = ModelSpec.from_json(read_json(folder / "spec.json"))
         self.classes, self.notes, self.mean, self.std = facts.classes, facts.notes, facts.mean, facts.std

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fclmodels.errors import UserError
-from fclmodels.foreign import read_json
+from fclmodels.sealed import seal
 
 Tree = Any
 FORMAT = 1
@@ -145,24 +145,7 @@ def write_json(path: Path, content: Tree) -> None:
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
     """JSON that carries its own digest, so that no change of a word or a number goes unseen."""
     content = json.loads(json.dumps(content))
-    write_json(path, {**content, "seal": _seal(content)})
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """What write_sealed wrote; ValueError where it is something else."""
-    content = read_json(path)
-    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
-        raise ValueError("changed or cut short")
-    return content
-
-
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    write_json(path, {**content, "seal": seal(content)})
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

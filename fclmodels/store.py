@@ -15,6 +15,7 @@ import polars as pl
 
 from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.sealed import read_sealed
 from fclmodels.state import Tree
 
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -75,7 +76,7 @@ class Store:
         if not path.exists():
             return None
         try:
-            outcome = state.read_sealed(path)
+            outcome = read_sealed(path)
             return outcome if all(self.has(digest) for digest in outcome["objects"].values()) else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). {_REMEDY}") from problem

@@ -63,10 +63,11 @@ def _open(pages: dict[str, str]) -> Iterator[dict[str, str]]:
 def _exposed(url: str) -> bool:
     """Whether an address leads to another machine, or to a port on which this one listens to all."""
     address = urlsplit(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
     try:
-        return not ipaddress.ip_address(address.hostname or "").is_loopback or _listens_to_all(address.port or 80)
+        return not ipaddress.ip_address(address.hostname or "").is_loopback or _listens_to_all(port)
     except ValueError:
-        return address.hostname != "localhost" or _listens_to_all(address.port or 80)
+        return address.hostname != "localhost" or _listens_to_all(port)
 
 
 def _listens_to_all(port: int) -> bool:

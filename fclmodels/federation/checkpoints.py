@@ -20,6 +20,7 @@ from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
 from fclmodels.foreign import checked
+from fclmodels.sealed import digest_of_file, read_sealed
 
 LOGS = ("rounds", "ledger", "monitors")
 
@@ -89,7 +90,7 @@ class Checkpoints:
         commit = self._commit
         for name, digest in commit.digests.items():
             file = self._file(name)
-            if not file.is_file() or state.digest_of_file(file) != digest:
+            if not file.is_file() or digest_of_file(file) != digest:
                 raise UserError(f"{file} does not match its digest (changed or cut short). {self._remedy}")
         self._digests = commit.digests
         tree = state.load(self._file(commit.server))
@@ -105,8 +106,7 @@ class Checkpoints:
         state.save(position.server.to_tree(), self.folder / name)
         files = [self.folder / name, *position.memories.values(), *(on.file for on in position.late.values())]
         self._digests = {
-            file: self._digests.get(file) or state.digest_of_file(self.folder / file)
-            for file in map(self._relative, files)
+            file: self._digests.get(file) or digest_of_file(self.folder / file) for file in map(self._relative, files)
         }
         logs: dict[str, Log] = {log: getattr(self, log) for log in LOGS}
         self._commit = Commit(
@@ -149,7 +149,7 @@ class Checkpoints:
     def _read(self) -> Commit | None:
         path = self.folder / "commit.json"
         try:
-            return checked(Commit, state.read_sealed(path))
+            return checked(Commit, read_sealed(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as problem:

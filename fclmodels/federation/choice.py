@@ -15,6 +15,7 @@ from fclmodels import state
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.executor import torch_threads
+from fclmodels.sealed import read_sealed
 
 if TYPE_CHECKING:
     from fclmodels.methods.base import Method
@@ -50,7 +51,7 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
     path = folder / f"{key}-{asked}.json"
     if path.exists():
         try:
-            return Choice(**state.read_sealed(path))
+            return Choice(**read_sealed(path))
         except (ValueError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). Delete it to have it measured again.") from problem
     choice = min(candidates(method, workers), key=lambda candidate: predicted_seconds(method, candidate))

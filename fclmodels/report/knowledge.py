@@ -14,6 +14,7 @@ import polars as pl
 
 from fclmodels.report.planes import Plane, Spot, like_a_map
 from fclmodels.report.runs import TABLES, Group, Run
+from fclmodels.sealed import refuse_changed
 
 Tree = Any
 Found = tuple[str, int, np.ndarray, np.ndarray]  # where it goes on, label, mu, sigma^2
@@ -38,6 +39,7 @@ def used_shares(run: Run) -> pl.DataFrame:
         return seen
     from fclmodels import state  # torch, which a table of runs does not need
 
+    refuse_changed(run.folder, f"knowledge/{files[-1].name}")
     known = state.shapes(files[-1])
     if "ranks" not in known:
         return seen
@@ -82,6 +84,7 @@ def _told(known: Tree, folder: Path) -> Iterator[Found]:
         from fclmodels.numerics.prototypes import gaussians
 
         of = {name: value.numpy() for name, value in gaussians(total)._asdict().items()}
+        refuse_changed(folder, "model/spec.json")
         spec = json.loads((folder / "model" / "spec.json").read_text("utf-8"))
         labels = spec["tasks"][int(head.split(".")[1])] if spec["head"] == "per-task" else range(len(of["mu"]))
         rows = np.flatnonzero(of["known"])
@@ -92,6 +95,7 @@ def _known(file: Path) -> Tree:
     """What it holds, where there are prototypes; bases can be large."""
     from fclmodels import state
 
+    refuse_changed(file.parents[1], f"knowledge/{file.name}")
     return state.load(file) if state.shapes(file).keys() & {"prototypes", "told"} else {}
 
 

@@ -16,6 +16,7 @@ from fclmodels import foreign
 from fclmodels.errors import UserError
 from fclmodels.metrics import matrix
 from fclmodels.params import flat
+from fclmodels.sealed import read_result, refuse_changed, remake
 from fclmodels.settings import PresetSettings
 
 FORMAT = 1
@@ -236,28 +237,26 @@ def result_of(path: Path) -> Result:
     """What result.json of a run folder says."""
     if not path.is_file():
         raise UserError(f"{path.parent}: no result.json, so no finished run. Finish it with fcl run, or leave it out.")
-    try:
-        content = foreign.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not JSON or cut short ({error}). {_remake(path.parent)}") from error
+    content = read_result(path)
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise UserError(f"{path}: format {found!r}, this fclflow reads {FORMAT}. {_remake(path.parent)}")
+        raise UserError(f"{path}: format {found!r}, this fclflow reads {FORMAT}. {remake(path.parent)}")
     try:
         return Result.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: {where}: {first['msg'].lower()}. {_remake(path.parent)}") from error
+        raise UserError(f"{path}: {where}: {first['msg'].lower()}. {remake(path.parent)}") from error
 
 
 def read_table(folder: Path, name: str) -> pl.DataFrame:
     """One of TABLES as a run folder has it."""
     path = folder / f"{name}.parquet"
+    refuse_changed(folder, path.name)
     if name in OPTIONAL and not path.exists():
         return pl.DataFrame(schema=TABLES[name])
     if not path.is_file():
-        raise UserError(f"{folder}: no {path.name}. {_remake(folder)}")
+        raise UserError(f"{folder}: no {path.name}. {remake(folder)}")
     try:
         table = foreign.read_table(path).select(list(TABLES[name])).cast(TABLES[name])
         if table.schema != TABLES[name]:  # a nested column stays one
@@ -265,7 +264,7 @@ def read_table(folder: Path, name: str) -> pl.DataFrame:
         return table
     except (pl.exceptions.PolarsError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path}: not readable or not fclflow's ({reason}). {_remake(folder)}") from error
+        raise UserError(f"{path}: not readable or not fclflow's ({reason}). {remake(folder)}") from error
 
 
 def _check_accuracy(run: Run) -> None:
@@ -273,12 +272,12 @@ def _check_accuracy(run: Run) -> None:
     path, table = run.folder / "accuracy.parquet", run.accuracy
     sound = (pl.col("after") >= 0) & (pl.col("task") >= 0) & pl.col("correct").is_between(0, pl.col("total"))
     if not table.select(sound.fill_null(False).all()).item():
-        raise UserError(f"{path}: has impossible counts. {_remake(run.folder)}")
+        raise UserError(f"{path}: has impossible counts. {remake(run.folder)}")
     if table.select("reading", "after", "task", "client").is_duplicated().any():
-        raise UserError(f"{path}: measures the same thing twice. {_remake(run.folder)}")
+        raise UserError(f"{path}: measures the same thing twice. {remake(run.folder)}")
     missing = sorted(set(run.result.metrics) - set(table["reading"]))
     if missing:
-        raise UserError(f"{path}: no rows for {', '.join(missing)}, which result.json has. {_remake(run.folder)}")
+        raise UserError(f"{path}: no rows for {', '.join(missing)}, which result.json has. {remake(run.folder)}")
 
 
 def _check_confusion(run: Run) -> None:
@@ -287,9 +286,9 @@ def _check_confusion(run: Run) -> None:
     learned = [pl.col(name).is_between(0, pl.col("after") - 1) for name in ("task", "predicted")]
     sound = pl.all_horizontal(*learned, pl.col("after") <= run.tasks, pl.col("count") >= 0)
     if not table.select(sound.fill_null(False).all()).item():
-        raise UserError(f"{path}: has impossible counts. {_remake(run.folder)}")
+        raise UserError(f"{path}: has impossible counts. {remake(run.folder)}")
     if table.select("reading", "after", "task", "predicted").is_duplicated().any():
-        raise UserError(f"{path}: counts the same thing twice. {_remake(run.folder)}")
+        raise UserError(f"{path}: counts the same thing twice. {remake(run.folder)}")
 
 
 def _check_monitors(run: Run) -> None:
@@ -298,8 +297,4 @@ def _check_monitors(run: Run) -> None:
     sound = pl.all_horizontal(*tasks, pl.col("value").is_finite().fill_null(False))
     if not run.monitors.select(sound.all()).item():
         path = run.folder / "monitors.parquet"
-        raise UserError(f"{path}: has impossible values. {_remake(run.folder)}")
-
-
-def _remake(folder: Path) -> str:
-    return f"Delete {folder} and make it again with fcl run, or leave it out."
+        raise UserError(f"{path}: has impossible values. {remake(run.folder)}")

@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
-from workshop import METHODS, Command, Lost, Project, Server, Workshop
+from PIL import Image
+from workshop import METHODS, Command, Lost, Project, Server, Workshop, tracked
 
 from flows.servers import free_port
 
 CLEAN_STOP = 5.0  # seconds
+NOTICED = 2.0  # seconds in which a command sees that its Prefect server has died
 REFUSALS = 6  # of one project, each followed by its way out
 TOO_LATE = 12  # times that a run may have ended before its fault came
 
@@ -37,6 +40,7 @@ class Scene:
         self.mended = ExitStack()  # what is undone when the project is whole again
         self.method = chance.choice(METHODS)
         self.project = workshop.project(self.method)
+        self.kept: list[list[Any]] = []  # rounds that must not be trained again
 
     def some_time(self, begin: float = 0.0, end: float = 0.95) -> float:
         return self.chance.uniform(begin, end) * self.workshop.seconds[self.method]
@@ -56,11 +60,18 @@ class Scene:
         time.sleep(wait)
         return wanted
 
+    def wait_for(self, command: Command, pattern: str) -> None:
+        """Until there is a file of this kind."""
+        while not list(self.project.folder.glob(pattern)) and not command.ended:
+            time.sleep(0.002)
+
     def interrupted(self, number: signal.Signals = signal.SIGKILL) -> Command:
-        """A run that got a signal while it was at work."""
+        """A run that got a signal while it was at work, half of the times when a round was kept."""
         for _ in range(TOO_LATE):
-            command = self.project.run()
-            time.sleep(self.some_time())
+            command, kept = self.project.run(), self.chance.random() < 0.5
+            if kept:
+                self.wait_for(command, ".fcl/checkpoints/*/commit.json")
+            time.sleep(self.some_time(0, 0.3 if kept else 0.95))
             if not command.ended:
                 command.send(number)
                 return command
@@ -71,8 +82,7 @@ class Scene:
         """A file of a run that was killed as soon as there was one of this kind, some of them later."""
         for _ in range(TOO_LATE):
             command, wait = self.project.run(), self.some_time(0, 0.3)
-            while not list(self.project.folder.glob(pattern)) and not command.ended:
-                time.sleep(0.002)
+            self.wait_for(command, pattern)
             time.sleep(wait)
             command.kill()
             if found := sorted(self.project.folder.glob(pattern)):
@@ -104,7 +114,7 @@ def damage(file: Path, chance: random.Random) -> str:
 
 def kill_main(scene: Scene) -> str:
     scene.interrupted().end()
-    return "killed"
+    return f"killed, {kept_rounds(scene)}"
 
 
 def kill_worker(scene: Scene) -> str:
@@ -127,33 +137,45 @@ def kill_worker(scene: Scene) -> str:
 
 
 def kill_mlflow(scene: Scene) -> str:
-    server = mlflow_server(scene.project)
-    scene.mended.callback(server.kill)
-    scene.project.settings = [f"tracking.uri={server.start().url}"]
-    command = scene.project.run()
-    steps = scene.wait_for_steps(command)
-    server.kill()
-    code = command.end()
-    told = [line for line in command.said.splitlines() if server.url in line]
-    if code not in (0, 2) or (code == 2 and steps) or len(told) > 1 or "Traceback" in command.said:
-        raise Lost(f"exit code {code} without MLflow: {command.said[-500:]}")
-    server.start()
-    return f"after {steps} steps, told {len(told)} times, exit code {code}"
+    for _ in range(TOO_LATE):
+        server = mlflow_server(scene.project)
+        scene.mended.callback(server.kill)
+        scene.project.settings = [f"tracking.uri={server.start().url}"]
+        command = scene.project.run()
+        steps = scene.wait_for_steps(command)
+        server.kill()
+        right = scene.workshop.undisturbed[scene.method]["tracked"]
+        if command.ended or tracked(scene.project.folder / "mlflow.db", scene.method) == right:
+            command.end()
+            scene.anew()
+            continue
+        code = command.end()
+        told = [line for line in command.said.splitlines() if server.url in line]
+        if code not in (0, 2) or (code == 2 and steps) or len(told) != 1 or "Traceback" in command.said:
+            raise Lost(f"exit code {code} without MLflow, told {len(told)} times: {command.said[-500:]}")
+        server.start()
+        return f"after {steps} steps, told once, exit code {code}"
+    raise Lost("never came in time")
 
 
 def kill_prefect(scene: Scene) -> str:
     """The server that a command has started for its project."""
-    command = scene.project.real()
-    steps = scene.wait_for_steps(command)
-    family = prefect_server(scene.project.folder)
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    code = command.end()
-    told = [line for line in command.said.splitlines() if "Prefect" in line]
-    if code not in (0, 2) or (code == 2 and steps) or len(told) > 1 or "Traceback" in command.said:
-        raise Lost(f"exit code {code} without Prefect: {command.said[-800:]}")
-    return f"after {steps} steps, told {len(told)} times, exit code {code}"
+    for _ in range(TOO_LATE):
+        command = scene.project.real()
+        steps = scene.wait_for_steps(command)
+        for process in prefect_server(scene.project.folder):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed = time.monotonic()
+        code = command.end()
+        told = [line for line in command.said.splitlines() if "Prefect" in line]
+        if not told and time.monotonic() - killed < NOTICED:  # the run was at its end
+            scene.anew()
+            continue
+        if code not in (0, 2) or (code == 2 and steps) or len(told) != 1 or "Traceback" in command.said:
+            raise Lost(f"exit code {code} without Prefect, told {len(told)} times: {command.said[-800:]}")
+        return f"after {steps} steps, told once, exit code {code}"
+    raise Lost("never came in time")
 
 
 def interrupt(scene: Scene) -> str:
@@ -218,11 +240,28 @@ def prepared(scene: Scene) -> str:
 
 
 def knowledge(scene: Scene) -> str:
-    """And whatever else lies in a run folder."""
+    """And whatever else lies in a run folder. Who reads it before the next run is refused, or hears what is right."""
     scene.workshop.expect(scene.project.run())
-    return damage(
-        scene.chance.choice([p for p in sorted(scene.project.folder.glob("runs/**/*")) if p.is_file()]), scene.chance
-    )
+    (folder,) = scene.project.folder.glob("runs/*")
+    file = scene.chance.choice([path for path in sorted(folder.rglob("*")) if path.is_file()])
+    Image.new("L", (8, 8), 99).save(scene.project.folder / "image.png")
+    run = str(folder.relative_to(scene.project.folder))
+    asked = {"*.parquet": ["compare", run, "--json"], "model/*": ["predict", run, "image.png", "--json"]}
+    right = {}
+    for what, words in asked.items():
+        scene.workshop.expect(command := scene.project.fork(*words))
+        right[what] = command.said
+    done, told = damage(file, scene.chance), ""
+    for what, words in asked.items():
+        command = scene.project.fork(*words)
+        refused = told_in_one_line(command, command.end())
+        read = file.relative_to(folder).match(what)
+        if (file.name not in refused) if refused else (read or command.said != right[what]):
+            raise Lost(f"{done}; fcl {words[0]}: {command.said[-500:]}")
+        told = refused or told
+    if told and scene.chance.random() < 0.5:
+        follow_way_out(scene.project, told)
+    return f"{done}; {'refused' if told else 'not read'}"
 
 
 def clock(scene: Scene) -> str:
@@ -292,6 +331,16 @@ def mend(scene: Scene, refusals: list[str]) -> None:
     else:
         raise Lost(f"refuses again and again: {refusals[-1]}")
     refuse_other_end(scene.project.remains(), scene.workshop.undisturbed[scene.method])
+    if scene.kept:
+        scene.project.refuse_repeated(scene.kept)
+
+
+def kept_rounds(scene: Scene) -> str:
+    """After a run was stopped: each round that MLflow was told of is kept, but for one that was just being kept."""
+    scene.kept, logged = scene.project.kept_rounds(), scene.project.logged_rounds()
+    if len(scene.kept) < logged - 1:
+        raise Lost(f"{logged} rounds were done, and {len(scene.kept)} are kept")
+    return f"{len(scene.kept)} rounds kept"
 
 
 def refuse_other_end(found: object, right: object, place: str = "") -> None:
@@ -339,7 +388,7 @@ def _stopped_cleanly(scene: Scene, number: signal.Signals, codes: tuple[int, ...
         begun = time.monotonic()
         code, took = command.end(), time.monotonic() - begun
         if code in codes and took <= CLEAN_STOP and "Traceback" not in command.said:
-            return f"ended {took:.1f} s later"
+            return f"ended {took:.1f} s later, {kept_rounds(scene)}"
         if code != 0:
             raise Lost(f"exit code {code} after {took:.1f} s: {command.said[-500:]}")
         scene.anew()  # it was at its end already

@@ -61,11 +61,14 @@ def inject(root: Path, options: argparse.Namespace) -> list[dict[str, str]]:
     try:
         workshop.open()
         for number, kind in enumerate(drawn(kinds, options.faults, options.seed)):
-            if options.only is None or number in options.only:
-                outcomes.append(
-                    one(workshop, kind, random.Random(f"{options.seed} {number}")) | {"number": str(number)}
-                )
+            wanted = options.only is None or number in options.only
+            while wanted and kinds:
+                chance = random.Random(f"{options.seed} {number}")
+                outcomes.append(one(workshop, kind, chance) | {"number": str(number)})
                 print("{number:>4} {became:9} {kind}: {what} ({seconds} s)".format(**outcomes[-1]), flush=True)  # noqa: T201
+                if wanted := outcomes[-1]["became"] == "skipped":  # another one in its place
+                    kinds = [other for other in kinds if other != kind]
+                    kind = some(kinds, 1, chance)[0] if kinds else ""
     finally:
         workshop.close()
     return outcomes
@@ -74,9 +77,12 @@ def inject(root: Path, options: argparse.Namespace) -> list[dict[str, str]]:
 def drawn(kinds: list[str], count: int, seed: int) -> list[str]:
     """Each kind once, then at random; in a random order."""
     chance = random.Random(f"kinds {seed}")
-    weights = [OFTEN.get(kind, 1.0) for kind in kinds]
-    chosen = [*kinds, *chance.choices(kinds, weights, k=max(0, count - len(kinds)))][:count]
+    chosen = [*kinds, *some(kinds, max(0, count - len(kinds)), chance)][:count]
     return chance.sample(chosen, len(chosen))
+
+
+def some(kinds: list[str], count: int, chance: random.Random) -> list[str]:
+    return chance.choices(kinds, [OFTEN.get(kind, 1.0) for kind in kinds], k=count)
 
 
 def one(workshop: "Workshop", kind: str, chance: random.Random) -> dict[str, str]:  # noqa: F821

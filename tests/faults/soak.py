@@ -34,8 +34,7 @@ methods: {er: {}}
 arrivals: {method: er, gate: {acc: 0, forgetting: 1}}
 """
 IMAGES = 30  # of each of two digits an arrival
-GROW = (".fcl/store", "mlartifacts")
-FLAT = 1.5  # most that caches and memory of the last arrivals may be of those of the first
+FLAT = {"caches": 3_000, "memory": 10_000_000}  # bytes that an arrival may add, from the third on; a state is 25 kB
 
 
 def main() -> int:
@@ -70,7 +69,8 @@ def soak(project: Project, arrivals: int, chance: random.Random) -> list[dict[st
     for number in range(arrivals):
         arrive(project.folder / "incoming", number)
         seconds = rows[-1]["seconds"] if rows else 4.0
-        happened = [chance.choice(FAULTS)(project, chance, seconds) for _ in range(chance.choice([0, 1, 1, 2]))]
+        faults = [chance.choice(FAULTS)(project, chance, seconds) for _ in range(chance.choice([0, 1, 1, 2]))]
+        happened = [fault for fault in faults if fault]
         begun = time.monotonic()
         command = come_through(project)
         rows.append({"caches": caches(project.folder / ".fcl"), "memory": command.memory, "faults": len(happened)})
@@ -126,7 +126,7 @@ def come_through(project: Project) -> Command:
     raise Lost("refuses again and again")
 
 
-# Faults.
+# Faults. Each tells what it did, and nothing where it came too late.
 
 
 def stopped(number: signal.Signals) -> Callable[[Project, random.Random, float], str]:
@@ -136,17 +136,17 @@ def stopped(number: signal.Signals) -> Callable[[Project, random.Random, float],
         while time.monotonic() < until and not command.ended:
             time.sleep(0.005)
         command.send(number)
-        return f"{number.name} after {after:.1f} s" + " (too late)" * (command.end() == 0)
+        return f"{number.name} after {after:.1f} s" if command.end() else ""
 
     return stop
 
 
 def damaged(project: Project, chance: random.Random, seconds: float) -> str:
     """What a killed run has left in .fcl, cut short or with a bit flipped."""
-    stopped(signal.SIGKILL)(project, chance, seconds)
+    killed = stopped(signal.SIGKILL)(project, chance, seconds)
     kinds = ("store/[0-9a-f][0-9a-f]/*", "store/done/*", "results/*", "checkpoints/*/**/*.[sj]*")
     found = [file for kind in kinds for file in sorted(project.folder.glob(f".fcl/{kind}"))]
-    return damage(chance.choice(found), chance).removeprefix(f"{project.folder}/") if found else "SIGKILL"
+    return damage(chance.choice(found), chance).removeprefix(f"{project.folder}/") if found else killed
 
 
 FAULTS = [*map(stopped, (signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM)), damaged, damaged]
@@ -176,13 +176,12 @@ def refuse_lost_or_doubled(folder: Path, arrivals: int) -> None:
 
 
 def refuse_growth(rows: list[dict[str, Any]]) -> None:
-    """Between the first and the last quarter, from the third arrival on, when there are two states."""
-    quarter = max(1, len(rows) // 4)
-    for what in ("caches", "memory"):
-        values = [row[what] for row in rows[2:]]
-        first, last = (sum(some) / len(some) for some in (values[:quarter], values[-quarter:]))
-        print(f"{what}: {last / first:.2f} of the first quarter in the last")  # noqa: T201
-        if last > FLAT * first:
+    """Of each arrival over the most of the first three, after which there are two states."""
+    for what, most in FLAT.items():
+        values = [row[what] for row in rows]
+        added = [(value - max(values[:3])) / since for since, value in enumerate(values[3:], start=1)]
+        print(f"{what}: at most {max(added, default=0) / 1e3:.1f} kB an arrival")  # noqa: T201
+        if max(added, default=0) > most:
             raise Lost(f"{what} grows: {values}")
 
 

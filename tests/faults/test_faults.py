@@ -29,7 +29,7 @@ def test_after_each_of_twenty_faults_a_run_comes_to_its_right_end(tmp_path: Path
     done = script("run.py", "--faults", "20", "--json", str(tmp_path / "outcomes.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
-    assert len(outcomes) == 20
+    assert sum(outcome["became"] != "skipped" for outcome in outcomes) == 20
     for outcome in outcomes:
         if outcome["became"] == "skipped":
             warnings.warn(f"{outcome['kind']} could not be injected: {outcome['what']}", stacklevel=1)

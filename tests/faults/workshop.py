@@ -13,13 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import psutil
+
+from fclmodels.sealed import read_sealed
+from fclmodels.store import Store
 
 PATIENCE = 120  # seconds, after which a command hangs
 OUT = Path("runs/run")
@@ -39,7 +43,7 @@ federation:
 device: cpu
 """
 Jump = tuple[float, float]  # of the clock: after so many seconds, by so many
-UNLIKE = ("seconds", "timings")  # of equal runs
+UNLIKE = ("seconds", "timings", "files", "seal")  # of equal runs
 
 
 class Lost(Exception):  # noqa: N818
@@ -146,6 +150,36 @@ class Project:
         }
         return {"result": result, "files": told, "tracked": tracked(self.folder / "mlflow.db", method)}
 
+    def kept_rounds(self) -> list[list[Any]]:
+        """Task, round and seconds of each round that the next run has not to train: in the store, or committed."""
+
+        def rows() -> list[list[Any]]:
+            store = Store(self.folder / ".fcl/store")
+            named = [read_sealed(file)["objects"] for file in store.root.glob("done/*.json")]
+            kept = [row for of in named if "rounds" in of for row in store.get_table(of["rounds"]).to_dicts()]
+            for commit in self.folder.glob(".fcl/checkpoints/*/commit.json"):
+                length, _ = read_sealed(commit)["logs"]["rounds"]
+                lines = (commit.parent / "rounds.jsonl").read_bytes()[:length].splitlines()
+                kept += map(json.loads, lines)
+            return [[row["task"], row["round"], row["seconds"]] for row in kept]
+
+        return in_a_fork(rows)
+
+    def refuse_repeated(self, kept: Sequence[list[Any]]) -> None:
+        """Rounds that were kept are in what the run left with the seconds that they took then; else Lost."""
+        file = self.folder / OUT.with_name(f"{OUT.name}-{self.method}") / "rounds.parquet"
+        found = in_a_fork(lambda: [list(row) for row in pl.read_parquet(file)["task", "round", "seconds"].rows()])
+        if again := [row[:2] for row in kept if row not in found]:
+            raise Lost(f"task and round {again} were kept, and trained again")
+
+    def logged_rounds(self) -> int:
+        """Rounds that MLflow has been told of."""
+        with sqlite3.connect(f"file:{self.folder}/mlflow.db?mode=ro", uri=True) as store:
+            query = "select count(*) from metrics m join tags t on t.run_uuid = m.run_uuid "
+            query += "where m.key = 'train/loss' and t.key = 'method' and t.value = ?"
+            (count,) = store.execute(query, (self.method,)).fetchone()
+            return int(count)
+
     def _words(self, settings: Sequence[str], method: str | None) -> list[str]:
         method = method or self.method
         of_all = [word for one in (*self.settings, *settings) for word in ("--set", one)]
@@ -154,6 +188,22 @@ class Project:
     def _new_log(self) -> Path:
         self._logs += 1
         return self.folder.parent / f"{self.folder.name}-{self._logs}.log"
+
+
+def in_a_fork(question: Callable[[], Any]) -> Any:
+    """An answer of JSON, from a process that may start threads."""
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        with open(reader) as answer:
+            told = answer.read()
+        os.waitpid(pid, 0)
+        return json.loads(told)
+    try:
+        with open(writer, "w") as answer:
+            json.dump(question(), answer)
+    finally:
+        os._exit(0)
 
 
 def _let_the_clock_jump(jumps: Sequence[Jump]) -> None:
@@ -224,8 +274,8 @@ def tracked(database: Path, method: str) -> list[dict[str, Any]]:
 
 
 def artifacts(folder: Path, run: str) -> list[str]:
-    (place,) = folder.glob(f"**/{run}/artifacts")
-    return sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    found = [path for path in folder.glob(f"**/{run}/artifacts/**/*") if path.is_file()]
+    return sorted(str(path).partition(f"{run}/artifacts/")[2] for path in found)
 
 
 class Server:

@@ -40,6 +40,7 @@ from fclmodels.foreign import FORMATS
 from fclmodels.numerics.relevance import Router
 from fclmodels.plugins import find
 from fclmodels.report.runs import read_run
+from fclmodels.sealed import digest_of_file
 from fclmodels.served import Model
 from fclmodels.settings import ImageSettings
 from fclmodels.store import Store
@@ -277,7 +278,7 @@ def checkpoints_of_a_task(home: Path) -> Format:
     def mend(folder: Path) -> None:
         file = folder / "checkpoints" / "key" / "commit.json"
         commit = resealed(file)
-        commit["digests"] = {name: state.digest_of_file(file.parent / name) for name in commit["digests"]}
+        commit["digests"] = {name: digest_of_file(file.parent / name) for name in commit["digests"]}
         state.write_sealed(file, commit)
 
     files = ("commit.json", "server-1.safetensors", "memories/5", "rounds.jsonl")

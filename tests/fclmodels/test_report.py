@@ -443,7 +443,7 @@ def rewrite(name, change):
 
 BROKEN = {
     "unfinished": (lambda folder: (folder / "result.json").unlink(), "{run}: no result.json"),
-    "result cut short": (cut("result.json"), "{run}/result.json: not JSON or cut short"),
+    "result cut short": (cut("result.json"), "{run}/result.json: not JSON, changed or cut short"),
     "result is no text": (lambda f: (f / "result.json").write_bytes(b"\xff\xfe\x00"), "{run}/result.json: not JSON"),
     "result is a list": (lambda f: (f / "result.json").write_text("[]"), "{run}/result.json: format None"),
     "deep result": (lambda f: (f / "result.json").write_text("[" * 100_000), "{run}/result.json: not JSON"),

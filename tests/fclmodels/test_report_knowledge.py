@@ -22,6 +22,7 @@ from fclmodels.report.charts import BOTTOM, LEFT, RIGHT, TOP
 from fclmodels.report.knowledge import principal_plane, prototypes, prototypes_of, used_shares
 from fclmodels.report.planes import MOST_TICKS, Spot, against_cost, like_a_map, log_ticks
 from fclmodels.report.runs import TABLES, Group
+from fclmodels.sealed import digest_of_file, read_sealed
 
 # knowledge of real runs
 
@@ -29,14 +30,25 @@ from fclmodels.report.runs import TABLES, Group
 def test_bases_tell_what_the_monitor_of_used_space_saw(experiment_of: Callable, tmp_path: Path) -> None:
     experiment_of("monitors.used_share=true", method="fot").run(tmp_path / "fot")
     seen = used_shares(read_run(tmp_path / "fot"))
-    (tmp_path / "fot" / "monitors.parquet").unlink()
-    found = used_shares(read_run(tmp_path / "fot"))
+    experiment_of(method="fot").run(tmp_path / "not monitored")
+    found = used_shares(read_run(tmp_path / "not monitored"))
     assert seen["task"].unique().to_list() == [0, 1]
     assert seen["value"].min() > 0
     columns = ["task", "layer", "value"]
     assert found.select(columns).sort("task", "layer").rows() == [
         (task, layer, pytest.approx(value)) for task, layer, value in seen.select(columns).sort("task", "layer").rows()
     ]
+
+
+def test_knowledge_that_was_changed_is_refused(experiment_of: Callable, tmp_path: Path) -> None:
+    experiment_of(method="fot").run(tmp_path / "fot")
+    file = tmp_path / "fot" / "knowledge" / "task-01.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    run = read_run(tmp_path / "fot")
+    for look in (used_shares, prototypes_of):
+        with pytest.raises(UserError, match=r"task-01\.safetensors does not match its digest"):
+            look(run)
 
 
 def test_a_run_whose_server_knows_nothing_has_neither(experiment_of: Callable, tmp_path: Path) -> None:
@@ -76,6 +88,9 @@ def test_prototypes_of_each_task_are_those_that_its_clients_were_sent(experiment
     known = state.load(file)
     known["prototypes"]["known"][1] = False  # nobody has told of it
     state.save(known, file)
+    result = read_sealed(tmp_path / "run" / "result.json")
+    result["files"]["knowledge/task-00.safetensors"] = digest_of_file(file)
+    state.write_sealed(tmp_path / "run" / "result.json", result)
     assert [(of.task, of.label) for of in prototypes_of(read_run(tmp_path / "run"))] == [(0, 0), (1, 2), (1, 3)]
 
 

@@ -1,6 +1,7 @@
 """What a run leaves behind: tables whose numbers are known, whole or not at all."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
 from fclmodels.metrics import summary
 from fclmodels.numerics.relevance import Router
+from fclmodels.report import read_run
+from fclmodels.served import Model
 from fclmodels.settings import AugmentSettings
 
 MakeExperiment = Callable[..., Experiment]
@@ -213,3 +216,27 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(experiment_of: MakeExp
     (tmp_path / "empty").mkdir()
     experiment_of().run(tmp_path / "empty")
     assert (tmp_path / "empty" / "result.json").exists()
+
+
+FLIPPED = ["result.json", "accuracy.parquet", "rounds.parquet", "ledger.parquet"]
+OF_THE_MODEL = ["result.json", "model/weights.safetensors", "model/spec.json", "model/serving.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        *((name, read_run) for name in FLIPPED),
+        *((name, lambda folder: Model(folder / "model")) for name in OF_THE_MODEL),
+    ],
+)
+def test_a_flipped_bit_anywhere_is_refused_by_name(
+    name: str, reader: Callable[[Path], object], run: tuple[Path, dict[str, Any]]
+) -> None:
+    """Also where the file could be read as other values."""
+    folder = run[0]
+    reader(folder)
+    whole = (folder / name).read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 50)):
+        (folder / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=rf"{re.escape(str(folder / name))}.*make it again with fcl run"):
+            reader(folder)

@@ -10,6 +10,7 @@ import torch
 
 from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.sealed import read_sealed
 from fclmodels.store import Store
 
 TREE = {"weights": {"a": torch.arange(6.0).view(2, 3)}, "task": 1}
@@ -128,4 +129,4 @@ def test_nothing_but_whole_objects_is_left_behind(store: Store, tmp_path: Path) 
         store.put({"a": {1, 2}})
     files = {file.name for _, _, files in os.walk(store.root) for file in map(Path, files)}
     assert files == digests | {"key.json"}
-    assert state.read_sealed(store.root / "done" / "key.json") == {"objects": {}}
+    assert read_sealed(store.root / "done" / "key.json") == {"objects": {}}

@@ -13,7 +13,7 @@ import pytest
 from fclmodels.errors import UserError, without_passwords
 from fclmodels.params import load
 from flows import servers
-from flows.doctor import _listens_to_all, _open
+from flows.doctor import _exposed, _listens_to_all, _open
 
 MARK = "hunter2-marked"
 SECRETS = {
@@ -132,6 +132,15 @@ def test_doctor_warns_of_an_open_server(
 ) -> None:
     rows = list(_open({f"http://{host}:{asked(bound, answer)}": "api/2.0/x"}))
     assert [row["state"] for row in rows] == ["WARNING"] * warned
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("https://localhost/api", 443), ("http://127.0.0.1", 80), ("https://127.0.0.1:5000", 5000)],
+)
+def test_an_address_without_a_port_has_that_of_its_scheme(url: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.doctor._listens_to_all", lambda asked: asked == port)
+    assert _exposed(url)
 
 
 def test_a_server_that_wants_a_password_says_so_in_one_line(

@@ -97,7 +97,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {
         "stream": digests(folder / "data/streams"),
         "run folder": digests(folder / "streams", without=("rounds.parquet", "result.json")),
-        "result": {name: value for name, value in result.items() if name not in ("seconds", "timings")},
+        "result": {name: value for name, value in result.items() if name not in UNLIKE},
         "steps": sorted(done.name for done in (folder / ".fcl/store/done").iterdir()),
         "aliases": {name: str(v) for name, v in client.get_registered_model("arrivals").aliases.items()},
         "versions": {str(version.version): (version.tags, number[version.run_id]) for version in versions},
@@ -105,6 +105,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "reason": (folder / "incoming/broken" / REASON).read_text(),
         "left over": sorted(path.name for path in (folder / "data").rglob(".*")),
     }
+
+
+UNLIKE = ("seconds", "timings", "files", "seal")
 
 
 def digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
