@@ -6,9 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
-from inspect import unwrap
 from typing import Any
 
 from fclmodels.federation import malloc
@@ -46,18 +45,21 @@ def _even_without(url: str | None, entry: Callable[..., Any], **arguments: Any) 
     with ExitStack() as settings:
         settings.enter_context(temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
 
-        def noted(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
-            results.append(function(*given, **more))
-            if url is not None and not servers.healthy(url):
-                # Else Prefect tries for two minutes to tell the last state, and prints each event that it lost.
-                settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
-                logging.raiseExceptions = False
-                logging.disable()
-            return results[-1]
-
         if isinstance(entry, Flow):
-            function = unwrap(entry.fn)
-            entry.fn = wraps(function)(partial(noted, function))
+            function = entry.fn
+
+            @wraps(function)
+            def noted(*given: Any, **more: Any) -> Any:
+                results.append(function(*given, **more))
+                if url is not None and not servers.healthy(url):
+                    # Else Prefect tries for two minutes to tell the last state, and prints each event that it lost.
+                    settings.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
+                    logging.raiseExceptions = False
+                    logging.disable()
+                return results[-1]
+
+            entry.fn = noted
+            settings.callback(setattr, entry, "fn", function)
         try:
             return entry(**arguments)
         except Exception:

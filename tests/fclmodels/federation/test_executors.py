@@ -98,6 +98,7 @@ def test_any_number_of_workers_gives_the_same_bits(
     assert remains(tmp_path / "run") == serially
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_the_result_is_the_same(
     serially: dict[str, Any], uneven: Splits, experiment_of: MakeExperiment, remains: Remains, tmp_path: Path
 ) -> None:
