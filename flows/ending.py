@@ -42,8 +42,10 @@ def end_well(app: typer.Typer, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         code = STOPPED
     except Exception as problem:
-        tell(_of_the_disk(problem) or f"{_trace(problem)}fcl failed: {type(problem).__name__}: {problem}")
-        return FAILED
+        if not _interrupted(problem):
+            tell(_of_the_disk(problem) or f"{_trace(problem)}fcl failed: {type(problem).__name__}: {problem}")
+            return FAILED
+        code = STOPPED
     if code == STOPPED:
         tell("stopped; the same command goes on from the last checkpoint")
     return code
@@ -54,6 +56,13 @@ def _usage(mistake: typer.TyperException) -> str:
     context = getattr(mistake, "ctx", None)
     command = context.command_path if context else "fcl"
     return f"{command}: {mistake.format_message()} See: {command} --help"
+
+
+def _interrupted(problem: BaseException | None) -> bool:
+    """Whether it came of an interrupt: where Prefect begins a task, it makes an error of its own of that."""
+    while problem is not None and not isinstance(problem, KeyboardInterrupt):
+        problem = problem.__context__
+    return problem is not None
 
 
 def _of_the_disk(problem: Exception) -> str | None:

@@ -118,10 +118,21 @@ def test_a_missing_extra_is_named(here: Path, package: str) -> None:
     assert end.stderr == f"{package} is not installed. This command needs it: pip install 'fclflow[workflow]'\n"
 
 
+def after(first: BaseException, second: Exception) -> Exception:
+    """The second as it is raised while the first is handled."""
+    second.__context__ = first
+    return second
+
+
 @pytest.mark.parametrize(
     ("problem", "code", "told"),
     [
         (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint\n"),
+        (
+            after(KeyboardInterrupt(), ValueError("Task run is not set")),
+            130,
+            "stopped; the same command goes on from the last checkpoint\n",
+        ),
         (
             OSError(28, "No space left on device", "x"),
             1,
