@@ -96,10 +96,11 @@ class Scene:
 
 def damage(file: Path, chance: random.Random) -> str:
     content = bytearray(file.read_bytes())
-    if not content or chance.random() < 0.4:
-        length = chance.randrange(len(content)) if content else 0
+    if content and chance.random() < 0.4:
+        length = chance.randrange(len(content))
         os.truncate(file, length)
         return f"{file}: cut to {length} of {len(content)} bytes"
+    content = content or bytearray(1)
     place, bit = chance.randrange(len(content)), chance.randrange(8)
     content[place] ^= 1 << bit
     mode = file.stat().st_mode
