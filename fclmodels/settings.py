@@ -113,10 +113,14 @@ class FaultSettings(Settings):
     )
 
     @property
+    def rates(self) -> tuple[float, ...]:
+        """How often a client does not answer, or not in time."""
+        return self.missing, self.crash, self.out_of_memory, self.late
+
+    @property
     def on(self) -> bool:
         """Whether a round can go otherwise than all sampled clients answering in time."""
-        rates = (self.missing, self.crash, self.out_of_memory, self.late)
-        return any(rate > 0 for rate in rates) or self.least > 1
+        return any(self.rates) or self.least > 1
 
 
 class SecAggSettings(Settings):

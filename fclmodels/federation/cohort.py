@@ -91,6 +91,7 @@ class Cohort:
         in_time = [client for client in begun if client in heard]
         replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}", self._rule)
         job = replace(job, summed=self._sums_will_do(job) and begun == replies.clients)
+        places = {client: place for place, client in enumerate(begun)}
         looks: dict[int, Look] = {}
         before = dict(self.memories)
         self.lost = dict(turnout.lost)
@@ -106,7 +107,7 @@ class Cohort:
                 self._hold_back(answer, job.round, delay)
             else:
                 if job.summed and answer.look is None:
-                    answer = self._summed(job, replies, looks, answer)
+                    answer = self._summed(job, places[answer.client], looks, answer)
                 self._take(job, replies, looks, answer.client, answer.reply, look=answer.look)
                 if answer.block:
                     replies.add_block(answer.block)
@@ -120,12 +121,12 @@ class Cohort:
             self._ask_again(job, replies, before)
         return replies
 
-    def _summed(self, job: Job, replies: Replies, looks: Mapping[int, Look], answer: Answer) -> Answer:
+    def _summed(self, job: Job, place: int, looks: Mapping[int, Look], answer: Answer) -> Answer:
         """As from an executor that sums. Where replies differ or are wrong, some are refused and no sum is used."""
         look = self._seen(job, answer.reply)
         reply, sums = answer.reply.apart()
         alike = not look.fault and next(iter(looks.values()), look).form == look.form
-        block = Block(0, replies.clients.index(answer.client), sums) if alike else None
+        block = Block(0, place, sums) if alike else None
         return replace(answer, reply=reply, look=look, block=block)
 
     def _ask_again(self, job: Job, replies: Replies, memories: Mapping[int, Path]) -> None:

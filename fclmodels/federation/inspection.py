@@ -62,13 +62,14 @@ def look(reply: Reply, payload: Payload, most: float = MOST_SAMPLES) -> Look:
     """A reply by itself, in one pass over its numbers. most: what a client may count in a mean."""
     if not math.isfinite(reply.loss):
         return Look(Fault("loss", NOT_FINITE))
+    norms = {name: length(part.tensors) for name, part in reply.parts.items()}
     for name, part in reply.parts.items():
-        if why := wrong_with(part, payload, reply.parts, most):
+        if why := wrong_with(part, norms[name], payload, reply.parts, most):
             return Look(Fault(name, why))
     if "bases" in payload and (odd := not_of_the_bases(reply.parts, payload["bases"].tensors)):
         return Look(Fault(odd, "is not of the layers that have bases"))
-    updates = [part for part in reply.parts.values() if part.kind == "update"]
-    lengths = [length(part.tensors) / (number(reply.parts[part.over]) if part.over else 1) for part in updates]
+    updates = [(name, part.over) for name, part in reply.parts.items() if part.kind == "update"]
+    lengths = [norms[name] / (number(reply.parts[over]) if over else 1) for name, over in updates]
     return Look(None, form_of(reply.parts), math.hypot(*lengths) if lengths else None)
 
 
@@ -77,11 +78,11 @@ def outline(reply: Reply) -> Look:
     return Look(None, form_of(reply.parts))
 
 
-def wrong_with(part: Part, payload: Payload, parts: Mapping[str, Part], most: float) -> str | None:
-    """What no reply may hold, whatever the others do."""
+def wrong_with(part: Part, norm: float, payload: Payload, parts: Mapping[str, Part], most: float) -> str | None:
+    """What no reply may hold, whatever the others do. norm: over all tensors of the part."""
     if other := {tensor.dtype for tensor in part.tensors.values()} - TYPES:
         return f"has numbers of {min(map(str, other))}"
-    if not math.isfinite(length(part.tensors)):
+    if not math.isfinite(norm):
         return NOT_FINITE
     if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
         return f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}"

@@ -51,7 +51,7 @@ NOT_COVERED = "Not covered: who has data of which task, accuracies, monitors, si
 def refuse_what_is_not_covered(method: "Method") -> None:
     """Before a run: settings under which epsilon would not be what it says."""
     federation = method.run.params.federation
-    privacy, faults = federation.privacy, federation.faults
+    privacy = federation.privacy
     if not privacy.on:
         return
     if method.pooled_bytes is not None:
@@ -74,7 +74,7 @@ def refuse_what_is_not_covered(method: "Method") -> None:
             "federation.privacy: bad clients need not add their share of the noise. Leave federation.attack out, or "
             "set federation.privacy.kind to local."
         )
-    if privacy.shared and (faults.missing or faults.late or faults.crash or faults.out_of_memory):
+    if privacy.shared and any(federation.faults.rates):
         raise UserError(
             "federation.privacy: a client that does not answer in time takes its share of the noise with it. "
             "Set federation.faults' missing, late, crash and out_of_memory to 0, or federation.privacy.kind to local."

@@ -18,7 +18,7 @@ import fclmodels.backbones
 import fclmodels.methods
 from fclmodels import params as reading
 from fclmodels.data import split as splitting
-from fclmodels.data.splits import Splits, content_digest
+from fclmodels.data.splits import SCHEMA, Splits, content_digest
 from fclmodels.experiment import Experiment
 from fclmodels.federation import rounds
 from fclmodels.federation.checkpoints import Checkpoints
@@ -47,14 +47,6 @@ VIT = (
     *("model.mlp_width=8", "methods.fed-dualp.g_layers=[0]", "methods.fed-dualp.e_layers=[1]"),
     *("methods.pip-dualp.g_layers=[0]", "methods.pip-dualp.e_layers=[1]"),
 )
-SCHEMA = {
-    "sample": pl.UInt32,
-    "label": pl.Int32,
-    "domain": pl.Int16,
-    "task": pl.Int16,
-    "client": pl.Int32,
-    "split": pl.String,
-}
 
 MakeSplits = Callable[..., Splits]
 MakeParams = Callable[..., Params]
