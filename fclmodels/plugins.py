@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from fclmodels.errors import UserError, did_you_mean
+from fclmodels.errors import UserError, did_you_mean, unprintable
 
 PACKAGES = {
     "method": "fclmodels.methods",
@@ -30,7 +30,8 @@ def find(kind: str, name: str) -> Any:
         for plugin in _plugins_in(importlib.import_module(f"{PACKAGES[kind]}.{module}")):
             if plugin.name == name:
                 return plugin
-    raise UserError(f"{name} is not a {kind}. {did_you_mean(name, all_of(kind))}")
+    told = ascii(name) if unprintable(name) else name
+    raise UserError(f"{told} is not a {kind}. {did_you_mean(name, all_of(kind))}")
 
 
 def all_of(kind: str) -> dict[str, Any]:

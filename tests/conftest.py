@@ -52,6 +52,7 @@ for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_EXPERIMENT_NAME", "ML
     os.environ.pop(name, None)
 
 settings.register_profile("fclflow", deadline=None, derandomize=True)
+settings.register_profile("others", deadline=None)  # other examples each time
 settings.load_profile("fclflow")
 
 

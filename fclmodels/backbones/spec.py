@@ -32,7 +32,8 @@ class ModelSpec:
             raise ValueError(f"{self.head} is not a kind of head: growing or per-task")
         if not all(self.tasks) or any(len(set(task)) < len(task) for task in self.tasks):
             raise ValueError("each task has classes, each of them once")
-        if not self.tasks or {label for task in self.tasks for label in task} != set(range(self.seen)):
+        labels = {label for task in self.tasks for label in task}
+        if not self.tasks or labels != set(range(len(labels))):  # range(seen) may be more than there is memory for
             raise ValueError("the tasks' labels are not numbered by first appearance, 0, 1, 2, ...")
 
     @property

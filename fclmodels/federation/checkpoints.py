@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, field_validator
 
 from fclmodels import state
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, unprintable
 from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
 from fclmodels.federation.server import Server
@@ -142,8 +142,8 @@ class Checkpoints:
     def _file(self, name: str) -> Path:
         """What commit.json names: here, or among the memories of earlier tasks, but nothing outside of the home."""
         path = Path(os.path.normpath(self.folder / name))
-        if "\0" in name or not path.is_relative_to(os.path.normpath(self.folder.parents[1])):
-            raise UserError(f"{self.folder / 'commit.json'}: {name!a} leads out of the run's home. {self._remedy}")
+        if unprintable(name) or not path.is_relative_to(os.path.normpath(self.folder.parents[1])):
+            raise UserError(f"{self.folder / 'commit.json'}: {name!a} names no file of this run. {self._remedy}")
         return path
 
     def _read(self) -> Commit | None:

@@ -89,7 +89,7 @@ def test_a_checkpoint_names_nothing_outside_of_its_home(what: str, name: str, tm
     del commit["seal"]
     state.write_sealed(folder / "commit.json", commit)
     opened = Checkpoints(folder)
-    with pytest.raises(UserError, match="leads out of the run's home"):
+    with pytest.raises(UserError, match="names no file of this run"):
         opened.latest()
     opened.close()
 

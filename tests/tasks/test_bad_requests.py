@@ -98,7 +98,7 @@ def test_odd_requests_are_answered_or_refused(client: TestClient) -> None:
     """In MLflow's own parser some end as 500 before the model is asked; in ours none does."""
     refused = Counter[int]()
 
-    @settings(max_examples=REQUESTS, derandomize=False, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=REQUESTS, suppress_health_check=[*HealthCheck])
     @given(
         BODIES.map(lambda body: json.dumps(body).encode()) | st.binary(max_size=40), TYPES | st.just("application/json")
     )
