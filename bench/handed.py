@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
+from fclmodels.backbones.dropout import Dropout
 from fclmodels.backbones.network import Network, skeleton
 from fclmodels.backbones.spec import ModelSpec
 
@@ -23,9 +25,14 @@ class Handed:
         return json.loads((self.folder / FACTS).read_text())
 
     def network(self) -> Network:
+        """Of torch's own layers, as anybody writes it, unless it is to have ours."""
         told = self.facts
         tasks = tuple(tuple(classes) for classes in told["tasks"])
-        return skeleton(ModelSpec(told["settings"], tuple(told["shape"]), told["head"], tasks))
+        network = skeleton(ModelSpec(told["settings"], tuple(told["shape"]), told["head"], tasks))
+        for name, layer in network.backbone.named_children():
+            if isinstance(layer, Dropout) and not told["own layers"]:
+                setattr(network.backbone, name, nn.Dropout(layer.p))
+        return network
 
     def optimiser(self, network: Network) -> torch.optim.Optimizer:
         kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}

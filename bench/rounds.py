@@ -18,11 +18,18 @@ LIMIT = 1.05
 def on_two_processes(name: str, turns: int) -> Iterator[Row]:
     work = WORKS[name]
     with run_on(work) as run, ExitStack() as opened:
-        loops = {"ours": our_rounds(run, "fedavg", processes, 0), "bare": bare.processes(handed_over(work, run))}
+        loops = {
+            "ours": our_rounds(run, "fedavg", processes, 0),
+            "bare": bare.processes(handed_over(work, run)),
+            "own layers": bare.processes(handed_over(work, run, own_layers=True)),
+        }
         sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
         seconds = taking_turns(sides, turns)
     limit = LIMIT if name in ("w1", "w2") else None
-    yield Row(f"{name}-fedavg", "a round, bare loop on two processes", seconds["ours"], seconds["bare"], limit=limit)
+    what = "a round, bare loop on two processes"
+    yield Row(f"{name}-fedavg", what, seconds["ours"], seconds["bare"], limit=limit)
+    if name in ("w1", "w2"):  # those with dropout
+        yield Row(f"{name}-fedavg-layers", f"{what}, with our layers", seconds["ours"], seconds["own layers"])
 
 
 def by_auto(name: str, turns: int) -> Iterator[Row]:

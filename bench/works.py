@@ -124,10 +124,10 @@ def run_on(work: Work, overrides: Sequence[str] = (), method: str = "fedavg") ->
         yield Run.on(read, make_splits(work, folder), 0, folder)
 
 
-def handed_over(work: Work, run: Run, task: int = 0) -> Path:
+def handed_over(work: Work, run: Run, task: int = 0, own_layers: bool = False) -> Path:
     """A folder with what a loop besides ours needs to train the same: each client's inputs and labels, and facts."""
     assert run.home is not None
-    folder = run.home / f"handed-{task}"
+    folder = run.home / f"handed-{task}-{own_layers}"
     if not folder.exists():
         folder.mkdir()
         tensors = {}
@@ -139,7 +139,7 @@ def handed_over(work: Work, run: Run, task: int = 0) -> Path:
         facts = {
             "clients": work.clients, "total": work.clients * work.samples, "batch": work.batch,
             "optimizer": work.optimizer, "settings": spec.settings, "shape": spec.shape, "head": spec.head,
-            "tasks": spec.tasks,
+            "tasks": spec.tasks, "own layers": own_layers,
         }  # fmt: skip
         write_json(folder / FACTS, facts)
     return folder

@@ -3,7 +3,8 @@
 from pydantic import Field
 from torch import Tensor, nn
 
-from fclmodels.backbones.base import Backbone, Dropout, FeatureNet
+from fclmodels.backbones.base import Backbone, FeatureNet, Share
+from fclmodels.backbones.dropout import Dropout
 from fclmodels.errors import UserError
 from fclmodels.settings import BackboneSettings
 
@@ -16,9 +17,7 @@ class AlexNet(Backbone):
     name = "alexnet"
 
     class Settings(BackboneSettings):
-        dropout: tuple[Dropout, Dropout] = Field(
-            (0.2, 0.5), description="dropout in the first two layers, in the others"
-        )
+        dropout: tuple[Share, Share] = Field((0.2, 0.5), description="dropout in the first two layers, in the others")
 
     settings: Settings
 
@@ -52,8 +51,8 @@ class AlexNetNet(FeatureNet):
         self.fc2 = nn.Linear(2048, 2048, bias=False)
         self.pool = nn.MaxPool2d(2)
         self.relu = nn.ReLU(inplace=True)
-        self.drop1 = nn.Dropout(dropout[0])
-        self.drop2 = nn.Dropout(dropout[1])
+        self.drop1 = Dropout(dropout[0])
+        self.drop2 = Dropout(dropout[1])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.drop1(self.relu(self.conv1(x))))

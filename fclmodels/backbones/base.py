@@ -11,7 +11,7 @@ from fclmodels.fingerprint import digest_of_file
 from fclmodels.kinds import IMAGES, Kind
 from fclmodels.settings import BackboneSettings
 
-Dropout = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FeatureNet(nn.Module):

@@ -5,7 +5,8 @@ from math import prod
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from fclmodels.backbones.base import Backbone, Dropout, FeatureNet
+from fclmodels.backbones.base import Backbone, FeatureNet, Share
+from fclmodels.backbones.dropout import Dropout
 from fclmodels.settings import BackboneSettings
 
 
@@ -16,9 +17,7 @@ class Mlp(Backbone):
 
     class Settings(BackboneSettings):
         hidden: PositiveInt = Field(400, description="units of each of the three layers")
-        dropout: tuple[Dropout, Dropout] = Field(
-            (0.2, 0.5), description="dropout after the first layer, after the others"
-        )
+        dropout: tuple[Share, Share] = Field((0.2, 0.5), description="dropout after the first layer, after the others")
 
     settings: Settings
 
@@ -36,8 +35,8 @@ class MlpNet(FeatureNet):
         self.fc2 = nn.Linear(hidden, hidden)
         self.fc3 = nn.Linear(hidden, hidden)
         self.relu = nn.ReLU(inplace=True)
-        self.drop1 = nn.Dropout(dropout[0])
-        self.drop2 = nn.Dropout(dropout[1])
+        self.drop1 = Dropout(dropout[0])
+        self.drop2 = Dropout(dropout[1])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop1(self.relu(self.fc1(x.flatten(1))))

@@ -54,10 +54,11 @@ def columns(vectors: Sequence[Named], names: Iterable[str]) -> Iterator[Tensor]:
 
 def combined(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Their weighted sum, a chunk at a time that stays in the cache."""
-    total = torch.zeros_like(tensors[0])
+    total = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
     pieces = (tensor.flatten().split(COLUMNS) for tensor in tensors)
-    for into, *chunk in zip(total.view(-1).split(COLUMNS), *pieces, strict=True):
-        for piece, weight in zip(chunk, weights, strict=True):
+    for into, first, *others in zip(total.view(-1).split(COLUMNS), *pieces, strict=True):
+        torch.mul(first, weights[0], out=into)
+        for piece, weight in zip(others, weights[1:], strict=True):
             into.add_(piece, alpha=weight)
     return total
 

@@ -1,0 +1,22 @@
+"""Dropout whose masks come from 16 bits a number: on a CPU several times as fast as torch's, which draws a double each.
+
+A number is dropped with probability p to the nearest 1/65536, and the others are scaled by the inverse of exactly what
+is left. Masks follow torch's global generator (randomness.ambient), but are other ones than torch's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+LEVELS = 2**16
+PER_DRAW = 4  # int16 in an int64
+
+
+class Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = round(self.p * LEVELS)
+        if not (self.training and dropped):
+            return x
+        drawn = torch.empty(-(-x.numel() // PER_DRAW), dtype=torch.int64, device=x.device).random_(-(2**63), None)
+        levels = drawn.view(torch.int16)[: x.numel()].view(x.shape)
+        kept = levels >= dropped - LEVELS // 2
+        return x * kept.to(x.dtype).mul_(LEVELS / (LEVELS - dropped))
