@@ -18,14 +18,18 @@ EVALUATION, ROUNDS, TASKS = 0.10, 10, 5
 
 
 def evaluated(name: str, turns: int) -> Iterator[Row]:
-    """After the last of five tasks, each of ten rounds, with a test sample of each for five train samples."""
+    """After the last of five tasks, each of ten rounds, with a test sample of each for five train samples; both on two
+    cores."""
     with run_on(replace(WORKS[name], tasks=TASKS)) as run:
         method = method_on(run, "fedavg")
         server = method.setup()
         for task in range(TASKS):
             server = method.start_task(server, task)
         with closing(our_rounds(run, "fedavg", processes, TASKS - 1)) as rounds:
-            sides = {"rounds": partial(next, rounds), "evaluation": lambda: evaluation.evaluate(method, server)}
+            sides = {
+                "rounds": partial(next, rounds),
+                "evaluation": lambda: evaluation.evaluate(method, server, at_once=2),
+            }
             seconds = taking_turns(sides, turns)
     training = [ROUNDS * taken for taken in seconds["rounds"]]
     what = f"evaluation after task {TASKS}, its {ROUNDS} rounds"

@@ -241,7 +241,7 @@ class Experiment:
         server, memories, _ = self._state(step)
         if self.method.personal and step.task > 0:
             return self._evaluated_by_clients(step, server, memories)
-        return evaluation.evaluate(self.method, server, EVALUATIONS[step.stage])
+        return evaluation.evaluate(self.method, server, EVALUATIONS[step.stage], self.choice.at_once)
 
     def _evaluated_by_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
         checkpoints = Checkpoints(self.checkpoint_folder(step))

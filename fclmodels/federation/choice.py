@@ -38,6 +38,11 @@ class Choice:
         if self.executor not in ("serial", "processes", "ray") or not all(type(n) is int and n > 0 for n in counts):
             raise ValueError("it is no choice")
 
+    @property
+    def at_once(self) -> int:
+        """Cores that clients are trained on, here or (if that is said) on a cluster."""
+        return self.threads * (1 if self.executor == "serial" else self.workers or 1)
+
 
 def choose(method: "Method", folder: Path, key: str) -> Choice:
     """The settings where they decide, else the choice that was kept under this key, else a new measurement."""

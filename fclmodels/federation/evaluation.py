@@ -7,7 +7,10 @@ predict one task for a whole batch, mixed_batch_task_predicted does so with thes
 is read a second time in batches of one task, under the name of the papers' protocol.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.backbones.norms import depends_on_batch
+from fclmodels.data.batches import Batch
 from fclmodels.data.splits import Rows
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Payload, Reply
@@ -67,19 +71,22 @@ class Answer(NamedTuple):
     tasks: Tensor
 
 
-def evaluate(method: "Method", server: Server, split: str = "test") -> Tables:
-    """Both tables of a model that is the same for all clients, on the test rows or the val rows."""
+def evaluate(method: "Method", server: Server, split: str = "test", at_once: int = 1) -> Tables:
+    """Both tables of a model that is the same for all clients, on the test rows or the val rows.
+
+    at_once: batches that pass the network side by side, each as it would by itself.
+    """
     run = method.run
     rows = [run.splits.held_out_rows(split, task.index) for task in run.splits.tasks]
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
-    return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone)
+    return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone, at_once)
 
 
 def evaluate_learned(method: "Method", server: Server) -> pl.DataFrame:
     """The accuracy table of the tasks up to the server's, in the readings of mixed batches: one pass."""
     run = method.run
     rows = [run.splits.test_rows(task) for task in range(server.task + 1)]
-    answered = _answered(run, method.predictor(server), method.columns(server), shuffled(rows))
+    answered = _answered(run, method.predictor(server), method.columns(server), 1, shuffled(rows))
     return _accuracy(answered.with_columns(after=pl.lit(server.task + 1)))
 
 
@@ -93,23 +100,26 @@ def evaluate_on_client(method: "Method", client: Client, payload: Payload, split
     return Reply({"tables": Part("count", encode(tables), "each")})
 
 
-def read(run: Run, predict: Predict, columns: Columns, rows: Sequence[Rows], learned: int, alone: bool) -> Tables:
+def read(
+    run: Run, predict: Predict, columns: Columns, rows: Sequence[Rows], learned: int, alone: bool, at_once: int = 1
+) -> Tables:
     """All readings of one predictor on these test rows, one entry a task; `alone`: its logits depend on the batch."""
+    answers_to = partial(_answered, run, predict, columns, at_once)
     parts = []
     if learned:
-        parts.append(_answered(run, predict, columns, shuffled(rows[:learned])))
+        parts.append(answers_to(shuffled(rows[:learned])))
     # By the papers' protocol: the reading, and which of the above it repeats.
     papers = dict(zip(PAPER, HONEST, strict=True)) if alone else {}
     if any(MIXED_BATCH in part["reading"] for part in parts):
         papers["paper_task_predicted"] = MIXED_BATCH
     for task in rows[:learned] if papers else []:
-        part = _answered(run, predict, columns, shuffled([task]))
+        part = answers_to(shuffled([task]))
         parts += [
             part.filter(pl.col("reading") == of).with_columns(reading=pl.lit(name)) for name, of in papers.items()
         ]
     if learned < len(rows):
         # Where logits depend on the batch, tasks to come are mixed with the learned ones too, and only then told apart.
-        to_come = _answered(run, predict, columns, shuffled(rows if alone else rows[learned:]))
+        to_come = answers_to(shuffled(rows if alone else rows[learned:]))
         parts.append(to_come.filter(pl.col("task") >= learned, pl.col("reading").is_in(HONEST)))
     answered = pl.concat(parts).with_columns(after=pl.lit(learned))
     return Tables(_accuracy(answered), _confusion(answered))
@@ -122,8 +132,7 @@ def shuffled(rows: Sequence[Rows]) -> Rows:
     return together.take(by_sample[torch.randperm(len(together), generator=generator("evaluation")).numpy()])
 
 
-@torch.inference_mode()
-def _answered(run: Run, predict: Predict, columns: Columns, rows: Rows) -> pl.DataFrame:
+def _answered(run: Run, predict: Predict, columns: Columns, at_once: int, rows: Rows) -> pl.DataFrame:
     """For each reading and row (ANSWERED): whether it was answered right, and the task predicted for it."""
     if not len(rows):
         return pl.DataFrame(schema=ANSWERED)
@@ -131,14 +140,17 @@ def _answered(run: Run, predict: Predict, columns: Columns, rows: Rows) -> pl.Da
     found = {reading: _unanswered(rows) for reading in HONEST}
     # What has no column yet cannot be answered right: it need not be computed.
     answerable = np.flatnonzero(np.isin(rows.labels, columns.labels.cpu().numpy()))
-    start = 0
-    for batch in run.batches.ordered(rows.take(answerable), run.params.evaluation.batch_size):
-        places = answerable[start : start + len(batch.labels)]
-        start += len(batch.labels)
+    size = run.params.evaluation.batch_size
+    places = (answerable[start : start + size] for start in range(0, len(answerable), size))
+
+    @torch.inference_mode()
+    def answered(batch: Batch, places: np.ndarray) -> None:
         for reading, answer in _answers(predict(batch.inputs), columns, run, masks[mask_of_row[places]]).items():
             right, predicted = found.setdefault(reading, _unanswered(rows))
             right[places] = (columns.labels[answer.columns] == batch.labels).cpu().numpy()
             predicted[places] = answer.tasks.cpu().numpy()
+
+    side_by_side(answered, zip(run.batches.ordered(rows.take(answerable), size), places, strict=True), at_once)
     # A task none of whose classes has a column yet cannot be answered when the task is given: no row, not 0.
     known = masks.any(1)[mask_of_row].cpu().numpy()
     tables = []
@@ -147,6 +159,18 @@ def _answered(run: Run, predict: Predict, columns: Columns, rows: Rows) -> pl.Da
         table = pl.DataFrame(facts).select(pl.lit(reading).alias("reading"), pl.all())
         tables.append(table.filter(pl.Series(known)) if reading == "task_aware" else table)
     return pl.concat(tables)
+
+
+def side_by_side(work: Callable[..., None], items: Iterable[tuple], at_once: int) -> None:
+    """Work on each item, in so many threads; no more items than these are there at a time."""
+    items = iter(items)
+    if at_once == 1:
+        for item in items:
+            work(*item)
+        return
+    with ThreadPoolExecutor(at_once) as threads:
+        for batch in iter(lambda: list(islice(items, at_once)), []):
+            list(threads.map(lambda item: work(*item), batch))
 
 
 def _unanswered(rows: Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """The accuracy table of a predictor whose every answer is known, counted again in plain Python."""
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,37 @@ def test_the_batch_size_changes_no_count(size: int, own_splits: Callable, method
     method = method_of(type(method_of()), f"evaluation.batch_size={size}", splits=splits)
     predictor = by_hand(method, 2)
     assert as_dict(table_of(method.run, predictor, 2)) == counted(splits, predictor, 2)
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_batches_side_by_side_are_answered_as_one_after_another(
+    at_once: int, own_splits: Callable, method_of: Callable
+) -> None:
+    splits = coded(own_splits(tasks=3))
+    method = method_of(type(method_of()), "evaluation.batch_size=3", splits=splits)
+    predictor = by_hand(method, 2, scored=True)
+    rows = [splits.test_rows(task) for task in range(3)]
+    seen, together = 0, threading.Barrier(at_once, timeout=20)
+
+    def side_by_side(inputs: Tensor) -> Prediction:
+        nonlocal seen
+        seen += 1
+        if seen <= at_once:
+            together.wait()  # breaks unless as many batches are under way
+        return predictor(inputs)
+
+    of_one, of_several = (
+        evaluation.read(method.run, predict, predictor.columns, rows, 2, True, threads)
+        for predict, threads in ((predictor, 1), (side_by_side, at_once))
+    )
+    assert all(one.equals(several) for one, several in zip(of_one, of_several, strict=True))
+
+
+def test_a_mistake_beside_others_is_told(own_splits: Callable, method_of: Callable) -> None:
+    method = method_of(splits=coded(own_splits()))
+    rows = [method.run.splits.test_rows(task) for task in range(2)]
+    with pytest.raises(ZeroDivisionError):
+        evaluation.read(method.run, lambda _: Prediction(1 / 0), by_hand(method, 2).columns, rows, 2, False, 2)
 
 
 def test_a_task_without_columns_is_never_right_and_has_no_task_aware_row(
