@@ -60,7 +60,7 @@ def main() -> None:
         local_num_epochs=1, local_learning_rate=WORK.facts["optimizer"]["lr"], local_batch_size=WORK.facts["batch"]
     )
     rounds = NNAlgorithmParams(
-        central_num_iterations=10**6, evaluation_frequency=0, train_cohort_size=clients, val_cohort_size=None
+        central_num_iterations=10**6, evaluation_frequency=10**6, train_cohort_size=clients, val_cohort_size=None
     )
     FederatedAveraging().run(rounds, backend, model, trained, None, [Turns()], send_metrics_to_platform=False)
 
