@@ -1,8 +1,8 @@
 """FedAvg by Flower's simulation on Ray, one CPU a client, round by round (peers.py)."""
 
-import functools
 import os
 
+import peer_work
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -12,17 +12,15 @@ from flwr.simulation import run_simulation
 from peer_work import WORK, wait
 
 client_app, server_app = ClientApp(), ServerApp()
-data = functools.cache(WORK.data)
-model = functools.cache(WORK.network)
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
-    trained = model()
+    trained = peer_work.network()
     trained.load_state_dict(message.content["arrays"].to_torch_state_dict())
     trained.train()
-    inputs, labels = data(int(context.node_config["partition-id"]))
+    inputs, labels = peer_work.data(int(context.node_config["partition-id"]))
     optimiser = torch.optim.SGD(trained.parameters(), WORK.facts["optimizer"]["lr"])
     for rows in torch.randperm(len(labels)).split(WORK.facts["batch"]):
         optimiser.zero_grad()

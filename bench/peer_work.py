@@ -1,12 +1,16 @@
 """The work that a peer's process was handed, and when its next round begins (peers.py). It runs in the peer's own
-environment."""
+environment, and in the processes that it starts."""
 
+import os
 import sys
+from functools import cache
 
 from handed import Handed
 
 READY = "the next round may begin"
-WORK = Handed(sys.argv[1])
+WORK = Handed(os.environ["FCL_BENCH_WORK"])
+
+network, data = cache(WORK.network), cache(WORK.data)
 
 
 def wait() -> None:

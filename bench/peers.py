@@ -44,18 +44,18 @@ def _installed(command: Sequence[str], peer: str) -> None:
         raise RuntimeError(f"{peer} cannot be installed: {(ended.stderr.strip().splitlines() or ['no reason'])[-1]}")
 
 
-def command_of(peer: str, python: Path, folder: Path) -> list[str]:
-    script = [str(HERE / f"peer_{peer}.py"), str(folder)]
+def command_of(peer: str, python: Path) -> list[str]:
+    script = [str(HERE / f"peer_{peer}.py")]
     if peer == "pfl":
         return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     return [str(python), *script]
 
 
 def their_rounds(peer: str, folder: Path) -> Iterator[None]:
-    command = command_of(peer, environment_of(peer), folder)
+    command = command_of(peer, environment_of(peer))
     quiet = {"DO_NOT_TRACK": "1", "FLWR_TELEMETRY_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
     tuned = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
-    environment = {**os.environ, **quiet, **tuned, "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, **quiet, **tuned, "PYTHONPATH": f"{HERE.parent}:{HERE}", "FCL_BENCH_WORK": str(folder)}
     with (
         open(folder / f"{peer}.log", "w") as log,
         subprocess.Popen(
