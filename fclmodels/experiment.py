@@ -20,7 +20,7 @@ import torch
 from fclmodels import params as reading
 from fclmodels import plugins, run_folder
 from fclmodels.data.splits import Splits
-from fclmodels.federation import evaluation, inspection, private, rounds
+from fclmodels.federation import attacks, evaluation, inspection, private, rounds
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.choice import Choice, choose
 from fclmodels.federation.cohort import Cohort
@@ -93,6 +93,7 @@ class Experiment:
         self.method = kind(reading.method_settings(params, method), Run.on(params, splits, seed, self.home))
         refuse_what_needs_more(self.method)
         private.refuse_what_is_not_covered(self.method)
+        attacks.refuse_what_alters_nothing(self.method)
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = self._what_all_steps_depend_on()

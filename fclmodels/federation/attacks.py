@@ -5,8 +5,9 @@ Of their data: `label-flip` (each label becomes the task's next one), `backdoor`
 and the task's first label; Gu et al. 2017). Of updates: `sign-flip` and `noise` (of `strength` times the update's
 length), `scaled` (of flipped labels, times `strength`; Bagdasaryan et al. 2020), `claim` (of flipped labels, said to be
 of `strength` times the samples). Of knowledge, all of it such as passes every check by itself: `basis` (all directions
-there are, or noise for a sketch), `prototype` (each class's moments under the next one's name, of `strength` times the
-samples), `reference` (in the order of the tasks turned round).
+there are; for a sketch noise of `strength` times each layer's length, with energies to match), `prototype` (each
+class's moments under the next one's name, of `strength` times the samples), `reference` (in the order of the tasks
+turned round). What alters nothing that a method's clients send is refused before a run.
 """
 
 import math
@@ -22,9 +23,9 @@ from fclmodels.data.batches import Batch, Batches
 from fclmodels.data.splits import Rows
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.inspection import length
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.run import Run
+from fclmodels.federation.soundness import length
 from fclmodels.kinds import TEXTS, kind_of
 
 if TYPE_CHECKING:
@@ -35,11 +36,38 @@ FLIPPED = ("label-flip", "scaled", "claim")  # what they train on has the next l
 Alter = Callable[[Part, float, torch.Generator], dict[str, Tensor]]
 
 
+def refuse_what_alters_nothing(method: "Method") -> None:
+    """Before a run: an attack on what the method's clients do not send."""
+    run, name = method.run, method.name
+    kind = run.params.federation.attack.kind
+    if kind == "none":
+        return
+    if method.pooled_bytes is not None:
+        raise UserError(
+            f"federation.attack: methods.{name} brings all samples to one place, and none of its clients can be bad. "
+            "Set federation.attack.kind: none."
+        )
+    if kind == "backdoor" and kind_of(run.splits.shape) is TEXTS:
+        raise UserError("federation.attack: a backdoor is a patch in images; these samples are texts.")
+    if kind not in (fitting := attacks_on(method)):
+        raise UserError(
+            f"federation.attack.kind: {kind} alters nothing that clients of methods.{name} send. "
+            f"Use one of {', '.join(fitting)}."
+        )
+
+
+def attacks_on(method: "Method") -> list[str]:
+    """Those that alter data, or a part of what the method declares to be sent in some task."""
+    last = len(method.run.splits.tasks) - 1
+    sent = method.sends(last, method.run.rounds(last) - 1).values()
+    parts = [part for of_question in sent for part in of_question.values()]
+    on_parts = {attack for attack, kind in ALTERATIONS if kind in {part.kind for part in parts}}
+    return sorted({"label-flip", "backdoor"} | on_parts | ({"claim"} if any(part.over for part in parts) else set()))
+
+
 def bad_clients(method: "Method", task: int = 0) -> list[int]:
-    """None where training is in one place."""
     run, attack = method.run, method.run.params.federation.attack
-    over = attack.tasks is not None and task >= attack.tasks
-    if attack.kind == "none" or over or method.pooled_bytes is not None:
+    if attack.kind == "none" or (attack.tasks is not None and task >= attack.tasks):
         return []
     order = torch.randperm(run.splits.clients, generator=run.generator("attack"))
     return sorted(order[: math.ceil(attack.share * run.splits.clients - 1e-9)].tolist())
@@ -72,8 +100,6 @@ class Patched(Batches):
 
     @classmethod
     def of(cls, run: Run) -> "Patched":
-        if kind_of(run.splits.shape) is TEXTS:
-            raise UserError("federation.attack: a backdoor is a patch in images; these samples are texts.")
         return cls(run.splits, run.params.augment, run.device)
 
     def raw(self, rows: Rows) -> Batch:
@@ -121,6 +147,17 @@ def all_directions(part: Part, strength: float, random: torch.Generator) -> dict
     return {name: torch.eye(len(basis), dtype=basis.dtype) for name, basis in part.tensors.items()}
 
 
+def noisy_layers(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+    """Each tensor's own noise, as long as its energy says it is."""
+    return {n: noise(replace(part, tensors={n: X}), strength, random)[n] for n, X in part.tensors.items()}
+
+
+def of_more_energy(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+    """What goes with sketches that are `strength` times as long."""
+    factors = torch.tensor([strength**2, strength**2, 1, 1], dtype=torch.float64)
+    return {layer: energy * factors for layer, energy in part.tensors.items()}
+
+
 def wrong_directions(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """As many columns as there were, at random, each so many times as long as the longest."""
     found = {}
@@ -145,7 +182,8 @@ ALTERATIONS: dict[tuple[str, str], Alter] = {
     ("noise", "update"): noise,
     ("basis", "basis"): all_directions,
     ("basis", "directions"): wrong_directions,
-    ("basis", "sketch"): noise,
+    ("basis", "sketch"): noisy_layers,
+    ("basis", "energy"): of_more_energy,
     ("prototype", "prototype"): next_classes,
     ("reference", "reference"): turned_round,
 }

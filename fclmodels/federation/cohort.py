@@ -11,7 +11,7 @@ from fclmodels.federation import inspection
 from fclmodels.federation.checkpoints import Checkpoints
 from fclmodels.federation.executor import EVALUATIONS, TRAIN, Answer, Executor, Job, largest_first
 from fclmodels.federation.faults import Late, Loss, Turnout, keep
-from fclmodels.federation.inspection import WITHHELD, Fault, Form, Look, Refusal
+from fclmodels.federation.inspection import WITHHELD, Fault, Form, Look, Refusal, form_of, shown
 from fclmodels.federation.ledger import Ledger
 from fclmodels.federation.messages import Block, Payload, Reply
 from fclmodels.federation.replies import Replies, Rule
@@ -193,10 +193,9 @@ class Cohort:
         self.farthest = inspection.farthest(looks, faults)
 
     def _fits(self, job: Job, form: Form) -> bool:
-        """Whether its updates, if it has any, are of all that training moves."""
-        names = inspection.updated(form)
-        weights = job.payload.get("weights")
-        return not names or weights is None or names == self.executor.method.updated(weights.tensors, job.task)
+        """Whether it has all that the method declares."""
+        declared = self.executor.method.sends(job.task, job.round).get(job.question, {})
+        return shown(form_of(declared)) <= shown(form, self._settings.secagg.on)
 
     def _refuse_lost_noise(self, client: int, why: str) -> None:
         if self._settings.privacy.shared:

@@ -1,19 +1,22 @@
 """Replies are looked at before they touch the model; pure functions, of one reply and of all of an exchange.
 
 By itself a reply must be finite, an update's tensors those of the model, a basis orthonormal and of the layers whose
-bases were sent, counts not negative, a weight one that a client can have, and a prototype the moments of real numbers
-(no variance below 0). Beside the others it must have the form that most have (parts, kinds, names, types, shapes), or
-where no form is that of most, the model's; no update may be `largest` times as long as the round's median. Lengths are
-of x where w*x travels, so that many samples make no update long. What fails is refused: it costs its bytes, is noted in
-the ledger, and counts against its client, who is set aside after `patience` of them.
+bases were sent, counts not negative, a weight one that a client can have, a prototype the moments of real numbers (no
+variance below 0), energies those of one input, and a sketch as long as they say. It must have the form that its method
+declares (parts, kinds, names, types, shapes), and in what is not declared the form of most. No size may be `largest`
+times the round's median: the length of an update, of running statistics' change, of a reference and of the samples in
+a prototype, the root of a layer's energy, a loss. Where w*x travels it is of x, so that many samples make no update
+long. Sketches and directions outside of a basis have no such bound: of honest clients the one with something new may
+have a thousand times the median. What fails is refused: it costs its bytes, is noted in the ledger, and counts against
+its client, who is set aside after `patience` of them.
 
 Under secure aggregation a client looks at its own reply and withholds what fails; the server sees forms alone.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,17 +24,21 @@ from torch import Tensor
 
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.server import Server
+from fclmodels.federation.soundness import (
+    MOST_SAMPLES,
+    NOT_FINITE,
+    length,
+    longer_than_told,
+    not_of_the_bases,
+    number,
+    sizes_of,
+    wrong_with,
+)
 from fclmodels.settings import InspectionSettings
 
-# Of float32 bases: honest ones are off by up to 1e-5 (measured, d up to 2304).
-ORTHONORMAL = 1e-3
-# A variance is a difference of float64 numbers; below this share of the mean square it is rounding.
-ROUNDING = 1e-9
-NOT_FINITE = "is not finite"
 WITHHELD = "is withheld"
-# What a client may count in a mean: beyond that float32 numbers times it, or times its inverse, may overflow.
-LEAST_WEIGHT, MOST_SAMPLES = 1e-9, 1e9
-TYPES = {torch.float32, torch.float64, torch.int32, torch.int64}
+UPDATE = "update"
+MOST_LOSS = torch.finfo(torch.float32).max  # of a loss for the log, which must not overflow
 
 Form = tuple[tuple[object, ...], ...]
 
@@ -51,110 +58,37 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """What is kept of one reply for the comparison with others. length: of its update."""
+    """What is kept of one reply for the comparison with others. sizes: of its parts, `UPDATE` of all its updates."""
 
     fault: Fault | None
     form: Form = ()
-    length: float | None = None
+    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def look(reply: Reply, payload: Payload, most: float = MOST_SAMPLES) -> Look:
     """A reply by itself, in one pass over its numbers. most: what a client may count in a mean."""
     if not math.isfinite(reply.loss):
         return Look(Fault("loss", NOT_FINITE))
+    if not (abs(reply.loss) <= MOST_LOSS and 0 <= reply.samples <= MOST_SAMPLES):
+        return Look(Fault("loss", f"is above {MOST_LOSS:.2g}, or not of 0 to {MOST_SAMPLES:g} samples"))
     norms = {name: length(part.tensors) for name, part in reply.parts.items()}
     for name, part in reply.parts.items():
         if why := wrong_with(part, norms[name], payload, reply.parts, most):
             return Look(Fault(name, why))
     if "bases" in payload and (odd := not_of_the_bases(reply.parts, payload["bases"].tensors)):
         return Look(Fault(odd, "is not of the layers that have bases"))
-    updates = [(name, part.over) for name, part in reply.parts.items() if part.kind == "update"]
-    lengths = [norms[name] / (number(reply.parts[over]) if over else 1) for name, over in updates]
-    return Look(None, form_of(reply.parts), math.hypot(*lengths) if lengths else None)
+    if odd := longer_than_told(reply.parts):
+        return Look(Fault(odd, "is longer than its energy says"))
+    of_one = {n: norms[n] / (number(reply.parts[part.over]) if part.over else 1) for n, part in reply.parts.items()}
+    sizes = {name: found for name, part in reply.parts.items() if (found := sizes_of(part, of_one[name]))}
+    if lengths := [of_one[name] for name, part in reply.parts.items() if part.kind == "update"]:
+        sizes[UPDATE] = [math.hypot(*lengths)]
+    return Look(None, form_of(reply.parts), sizes)
 
 
 def outline(reply: Reply) -> Look:
     """What there is to see of a masked reply."""
     return Look(None, form_of(reply.parts))
-
-
-def wrong_with(part: Part, norm: float, payload: Payload, parts: Mapping[str, Part], most: float) -> str | None:
-    """What no reply may hold, whatever the others do. norm: over all tensors of the part."""
-    if other := {tensor.dtype for tensor in part.tensors.values()} - TYPES:
-        return f"has numbers of {min(map(str, other))}"
-    if not math.isfinite(norm):
-        return NOT_FINITE
-    if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
-        return f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}"
-    if (part.kind == "update" or (part.kind == "statistics" and part.over)) and "weights" in payload:
-        return not_of_the_model(part.tensors, payload["weights"].tensors)
-    if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
-        return "is not orthonormal"
-    if part.noise:
-        return None
-    sums = part.kind in ("count", "reference") or (part.kind == "statistics" and not part.over)
-    if sums and any((tensor < 0).any() for tensor in part.tensors.values()):
-        return "is negative"
-    if part.kind == "reference" and (part.tensors.get("count", torch.zeros(())) > 1).any():
-        return "counts more than once"
-    if part.kind == "prototype":
-        return no_moments(part.tensors)
-    return None
-
-
-def not_of_the_model(update: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str | None:
-    for name, tensor in update.items():
-        if name not in weights or (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
-            return f"{name} is not of the model"
-    return None
-
-
-def not_of_the_bases(parts: Mapping[str, Part], bases: Mapping[str, Tensor]) -> str | None:
-    """The first part with what a client found beside the bases that it was sent, unless there is something of each."""
-    found = [name for name, part in parts.items() if part.kind in ("basis", "directions", "sketch")]
-    heights = {layer: (X.shape[:1], X.dtype) for name in found for layer, X in parts[name].tensors.items()}
-    return found[0] if found and heights != {layer: (X.shape[:1], X.dtype) for layer, X in bases.items()} else None
-
-
-def orthonormal(basis: Tensor) -> bool:
-    """Whether columns [d, k] are; a basis has no more of them than d."""
-    if basis.ndim != 2 or basis.shape[1] > basis.shape[0]:
-        return False
-    off = basis.T @ basis - torch.eye(basis.shape[1], dtype=basis.dtype)
-    return not off.numel() or bool(off.abs().max() <= ORTHONORMAL)
-
-
-def no_moments(found: Mapping[str, Tensor]) -> str | None:
-    """Why weight [C], sum [C, F] and square [C, F], the last where it is there, are of no samples: W S - s^2 < 0."""
-    if not {"weight", "sum"} <= found.keys():
-        return "has no counts"
-    classes, like = found["weight"].shape, found["sum"].shape
-    if not (
-        len(classes) == 1 and len(like) == 2 and like[:1] == classes and found.get("square", found["sum"]).shape == like
-    ):
-        return "has no row for each count"
-    weight, total = found["weight"][:, None], found["sum"]
-    if (weight < 0).any():
-        return "has a negative count"
-    if ((weight == 0) & (total != 0)).any():
-        return "has a sum of no samples"
-    if "square" in found:
-        variance = weight * found["square"] - total.square()
-        if (variance < -ROUNDING * (weight * found["square"]).abs()).any():
-            return "has a negative variance"
-    return None
-
-
-def length(tensors: Mapping[str, Tensor]) -> float:
-    """The norm over all of them; not finite where a number is not."""
-    floating = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
-    return math.hypot(*(norm.item() for norm in torch._foreach_norm(floating))) if floating else 0.0
-
-
-def number(part: Part) -> float:
-    """Of a part that holds one."""
-    values = [tensor for tensor in part.tensors.values() if tensor.numel() == 1]
-    return float(values[0]) if len(values) == len(part.tensors) == 1 else math.nan
 
 
 def form_of(parts: Mapping[str, Part]) -> Form:
@@ -179,47 +113,59 @@ def faults(
     for client in looks.keys() - found.keys():
         if usual is None:
             known = fits(looks[client].form)
-            why = "has another form than as many others" if known else "has another form than the model"
+            why = "has another form than as many others" if known else "has another form than the method's"
             found[client] = Fault("reply", why)
         elif looks[client].form != usual:
             differing = Fault(differing_part(looks[client].form, usual), "has another form than most")
             found[client] = differing if looks[client].form else Fault("reply", WITHHELD)
-    middle = median_length(looks, found)
-    for client in looks.keys() - found.keys():
-        of_it = looks[client].length
-        if of_it is not None and middle and settings.largest is not None and of_it > settings.largest * middle:
-            found[client] = Fault("update", f"is {of_it / middle:.3g} times as long as the median")
+    found |= far_out({client: seen for client, seen in looks.items() if client not in found}, settings.largest)
     return {client: found[client] for client in sorted(found)}
 
 
+def far_out(looks: Mapping[int, Look], largest: float | None) -> dict[int, Fault]:
+    """Of replies of one form those with a size that is more than so many times the median."""
+    found: dict[int, Fault] = {}
+    for name in sorted({name for seen in looks.values() for name in seen.sizes}) if largest else ():
+        sizes = {client: seen.sizes[name] for client, seen in looks.items() if name in seen.sizes}
+        middles = [median(of_all) for of_all in zip(*sizes.values(), strict=True)]
+        for client, of_it in sizes.items():
+            times = max((size / middle for size, middle in zip(of_it, middles, strict=True) if middle), default=0.0)
+            if times > largest:
+                found.setdefault(client, Fault(name, f"is {times:.3g} times as long as the median"))
+    return found
+
+
 def usual_form(forms: Sequence[Form], fits: Callable[[Form], bool]) -> Form | None:
-    """What most have, and at least two; else the only one of the model."""
+    """Of those that fit what most have, if there is one."""
     counts = Counter(forms)
-    most = [form for form, count in counts.items() if count == max(counts.values())]
-    if len(most) > 1 or len(forms) == 1:
-        most = [form for form in most if fits(form)]
+    fitting = {form: count for form, count in counts.items() if fits(form)}
+    most = [form for form, count in fitting.items() if count == max(fitting.values())]
     return most[0] if len(most) == 1 else None
 
 
-def updated(form: Form) -> set[str]:
-    """The names in its updates; masked ones end with their type."""
-    return {str(entry[5]).partition(":")[0] for entry in form if entry[1] == "update"}
+def shown(form: Form, masked: bool = False) -> set[tuple[object, ...]]:
+    """What is declared of a form; the names of masked tensors end with their type."""
+    return {
+        (part, kind, over, name if masked else f"{name}:{str(dtype).removeprefix('torch.')}", shape)
+        for part, kind, _, over, _, name, dtype, shape in form
+    }
 
 
 def differing_part(form: Form, usual: Form) -> str:
     return str(next(iter(sorted({entry[0] for entry in {*form} ^ {*usual}}, key=str)), ""))
 
 
-def median_length(looks: Mapping[int, Look], without: Collection[int]) -> float:
-    """The lower median, which more than half of the replies reach."""
-    lengths = sorted(seen.length for client, seen in looks.items() if client not in without and seen.length is not None)
-    return lengths[(len(lengths) - 1) // 2] if lengths else 0.0
+def median(sizes: Iterable[float]) -> float:
+    """The lower median of those above 0, which more than half of these reach; 0 where there is none."""
+    some = sorted(size for size in sizes if size)
+    return some[(len(some) - 1) // 2] if some else 0.0
 
 
 def farthest(looks: Mapping[int, Look], without: Collection[int]) -> float | None:
     """The longest update that was taken, in medians."""
-    lengths = [seen.length for client, seen in looks.items() if client not in without and seen.length is not None]
-    middle = median_length(looks, without)
+    taken = (seen.sizes for client, seen in looks.items() if client not in without)
+    lengths = [length for sizes in taken for length in sizes.get(UPDATE, ())]
+    middle = median(lengths)
     return float(f"{max(lengths) / middle:.3g}") if middle else None
 
 

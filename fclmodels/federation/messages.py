@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,18 @@ from torch import Tensor
 from fclmodels.state import Tree, flatten, unflatten
 
 Kind = Literal[
-    "weights", "update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics", "protocol"
+    "weights",
+    "update",
+    "statistics",
+    "sketch",
+    "energy",
+    "basis",
+    "directions",
+    "prototype",
+    "reference",
+    "loss",
+    "count",
+    "protocol",
 ]
 Least = Literal["sum", "each"]
 Place = tuple[str, list[int], int | None]
@@ -28,7 +39,8 @@ ALIGNMENT = 64
 class Part:
     """Named tensors of one kind, and the least that the method's server needs of them over clients.
 
-    kind "statistics": changes of a mean over `over`, or without it sums of what is not negative.
+    kind "statistics": changes of a mean over `over`, or without it sums of what is not negative; "energy": of a layer's
+    input, [||X||^2, ||X*||^2, n ||X*|| / ||X||, n]; "loss": a sum over samples, and their number.
     least "sum": of floating point in a reply to training, for a late one counts in part.
     once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
     over: the part with the one number w that its tensors w*x are multiplied by; the mean is the sum over that part's.
@@ -58,6 +70,11 @@ class Part:
 
 
 Payload = dict[str, Part]
+
+
+def outline(kind: Kind, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32) -> Part:
+    """A part of which there is no more than its form."""
+    return Part(kind, {name: torch.empty(tuple(of), dtype=dtype, device="meta") for name, of in shapes.items()})
 
 
 @dataclass(frozen=True)

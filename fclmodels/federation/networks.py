@@ -19,12 +19,17 @@ class Networks:
 
     def load(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> Network:
         """The network with these weights; the next call changes the same one. `prepare` fills a frozen backbone."""
+        network = self.of(spec)
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._state.values()), [weights[name] for name in self._state])
+        return network
+
+    def of(self, spec: ModelSpec) -> Network:
+        """The network, with whatever weights it has: for its form."""
         if self._network is None or self._spec != spec:
             self._network = skeleton(spec)
             self.prepare(self._network)
             self._network.to(self.device)
             tensors = self._network.state_dict().items()
             self._spec, self._state = spec, {name: t for name, t in tensors if not name.startswith(FROZEN)}
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._state.values()), [weights[name] for name in self._state])
         return self._network

@@ -27,9 +27,9 @@ import torch
 
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.inspection import length, number
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.secure import LOG, needs_more
+from fclmodels.federation.soundness import length, number
 from fclmodels.numerics.privacy import epsilon, gaussian
 from fclmodels.settings import PrivacySettings
 

@@ -213,7 +213,7 @@ def _answers(message: Tree, chunk: Chunk, job: Job, memories: Mapping[int, Path]
         reply = Reply(parts_from_tree(told["parts"]), **told["facts"])
         answer = Answer(told["client"], reply, _memory(told, job, memories.get(told["client"])), told["seconds"])
         if job.summed:
-            look = Look(Fault(*told["fault"]) if told["fault"] else None, form_of(reply.parts), told["length"])
+            look = Look(Fault(*told["fault"]) if told["fault"] else None, form_of(reply.parts), told["sizes"])
             last = told is message["answers"][-1] and message["sums"]
             block = Block(chunk.level, chunk.place, message["sums"]) if last else None
             answer = replace(answer, look=look, block=block)

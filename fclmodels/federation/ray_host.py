@@ -85,7 +85,7 @@ class Host:
             answer, reply = self._answer(**order)
             if self.job.summed:
                 look = inspection.look(reply, self.job.payload, self.method.largest_weight(self.job.task))
-                answer |= {"fault": look.fault, "length": look.length}
+                answer |= {"fault": look.fault, "sizes": look.sizes}
                 forms.add(look.form)
                 reply, summed = reply.apart()
                 if len(forms) == 1 and not look.fault:

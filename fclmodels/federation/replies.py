@@ -173,7 +173,7 @@ class Replies:
 
     def _share(self, client: int, part: str) -> float:
         weight = self.facts[client]["weight"]
-        if weight != 1 and self.parts[part].kind == "statistics":
+        if weight != 1 and self.parts[part].kind in ("statistics", "loss"):
             # What was measured of an older model says nothing of today's: changes of its running statistics could even
             # make a variance negative.
             return 0.0

@@ -21,6 +21,7 @@ from fclmodels.federation.ledger import CentralLedger, Ledger
 from fclmodels.federation.log import Log
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
+from fclmodels.federation.soundness import NOT_FINITE
 from fclmodels.listener import Listener
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, roun
     if replies.clients:
         return
     _, client, (part, why) = refused[0]
-    if why == inspection.NOT_FINITE:
+    if why == NOT_FINITE:
         raise diverged(f"client {client}'s {part} {why}", task, round)
     raise UserError(
         f"task {task}, round {round}: no reply of {len(refused)} can be used; client {client}'s {part} {why}. "

@@ -16,14 +16,14 @@ from fclmodels.data.splits import Rows
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.inspection import MOST_SAMPLES
 from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.networks import Networks
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
+from fclmodels.federation.soundness import MOST_SAMPLES
 from fclmodels.settings import Settings as BaseSettings
 from fclmodels.state import Tree
 
@@ -69,9 +69,13 @@ class Method:
 
     # On the server.
 
-    def updated(self, weights: dict[str, Tensor], task: int) -> set[str]:
-        """The names in a client's update, after a payload with these weights."""
-        return set(self.trainable(self.networks.load(self.run.spec(task + 1), weights), task))
+    def updated(self, task: int) -> dict[str, Tensor]:
+        """The outline of a client's update."""
+        return {n: p.to("meta") for n, p in self.trainable(self.networks.of(self.run.spec(task + 1)), task).items()}
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        """Outlines of the parts of a client's answers, by question; of other questions no form is known."""
+        return {}
 
     def largest_weight(self, task: int) -> float:
         """The most that a client may count in a mean."""

@@ -12,14 +12,15 @@ from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.batch_norm import Policy, drop_statistics, fix_statistics
 from fclmodels.backbones.heads import grow
-from fclmodels.backbones.network import Network, build, frozen_names
+from fclmodels.backbones.network import FROZEN, Network, build, frozen_names
 from fclmodels.backbones.norms import statistics_names
 from fclmodels.backbones.spec import ModelSpec, local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
+from fclmodels.federation.executor import TRAIN
 from fclmodels.federation.kept import refuse_what_cannot_be_kept
 from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.messages import Part, Payload, Reply, outline
 from fclmodels.federation.prediction import Prediction
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
@@ -58,6 +59,15 @@ class FedAvg(Method):
         spec = self.run.spec(task + 1)
         weights = grow(server.weights, server.spec, spec, self.run.generator("init"))
         return replace(server, spec=spec, weights=weights, task=task)
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        weight = outline("count", {"weight": ()}, torch.float64)
+        parts = {"update": Part("update", self.updated(task), over="weight"), "weight": weight}
+        network = self.networks.of(self.run.spec(task + 1))
+        measured = {n: network.get_buffer(n).to("meta") for n in statistics_names(network) if not n.startswith(FROZEN)}
+        if measured and self.settings.batch_norm != "local":
+            parts["statistics"] = Part("statistics", measured, over="weight")
+        return {TRAIN: parts}
 
     def payload(self, server: Server) -> Payload:
         return {"weights": Part("weights", server.weights)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.messages import Part, Payload, Reply, outline
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.methods.base import Memory
@@ -85,6 +85,24 @@ class FedProTIP(Tip):
         return self.admissible(server, update) if self.settings.projection == "global" else update
 
     # After a task, on the server.
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        network, sketched, tip = self.networks.of(self.run.spec(task + 1)), self.settings.exchange == "sketch", {}
+        widths = {name: layer.width for name, layer in self.layers(network).items()}
+        if self.settings.tip:
+            tip = {FEATURES: network.backbone.features}
+        both = {**widths, **tip}
+        parts = {
+            "spectra": outline("statistics", {name: (d,) for name, d in both.items()}),
+            "columns": outline("count", dict.fromkeys(both, (2,)), torch.int64),
+        }
+        if sketched:
+            shapes = {name: (d, self.settings.sketch_width or d) for name, d in both.items()}
+            parts["directions"] = outline("sketch", shapes)
+        else:
+            parts["directions"] = outline("basis", {name: (d, 0) for name, d in widths.items()})
+            parts["features"] = outline("directions", {name: (d, 0) for name, d in tip.items()})
+        return {**super().sends(task, round), "bases": parts}
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         bases = dict(server.knowledge["bases"])

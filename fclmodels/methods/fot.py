@@ -19,7 +19,8 @@ from fclmodels.backbones.network import Network
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.executor import TRAIN
+from fclmodels.federation.messages import Kind, Part, Payload, Reply, outline
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
@@ -30,7 +31,8 @@ from fclmodels.numerics.subspace import principal, release_rank, total_energy
 from fclmodels.settings import Settings as BaseSettings
 
 RANK_RULES = {"total-energy": total_energy, "release": release_rank}
-PARTS = ("sketch", "energy", "columns")  # what a client tells of its layers' inputs, as sums over clients
+# What a client tells of its layers' inputs, as sums over clients.
+PARTS: dict[str, Kind] = {"sketch": "sketch", "energy": "energy", "columns": "count"}
 
 
 class Fot(Subspaces):
@@ -68,6 +70,20 @@ class Fot(Subspaces):
         if (self.settings.gpse, self.settings.rank_rule) != ("global", "total-energy"):
             return "covers sketches by noise under gpse: global and rank_rule: total-energy. Set these."
         return super().without_bound
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        layers, sent = self.layers(self.networks.of(self.run.spec(task + 1))), super().sends(task, round)
+        shapes = {name: (layer.width, self.sketch_width(layer)) for name, layer in layers.items()}
+        told = {
+            "sketch": outline("sketch", shapes),
+            "energy": outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
+            "columns": outline("count", dict.fromkeys(layers, (2,)), torch.int64),
+        }
+        if self.private:
+            told = {"sketch": told["sketch"], "share": outline("count", dict.fromkeys(layers, ()), torch.float64)}
+        if self.settings.gpse == "global":
+            return {**sent, "gpse": told}
+        return {TRAIN: {**sent[TRAIN], **(told if round == self.run.rounds(task) - 1 else {})}}
 
     def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """FedProject, eq. 6."""
@@ -130,7 +146,7 @@ class Fot(Subspaces):
             energies[name] = torch.tensor([all_of_it, outside, samples * ratio, samples], dtype=torch.float64)
             columns[name] = torch.tensor([seen.seen, seen.total])
         tensors = dict(zip(PARTS, (sketches, energies, columns), strict=True))
-        return {part: Part("sketch" if part == "sketch" else "count", tensors[part]) for part in PARTS}
+        return {part: Part(kind, tensors[part]) for part, kind in PARTS.items()}
 
     def sketch_width(self, layer: Layer) -> int:
         """s, the sampling dimension."""

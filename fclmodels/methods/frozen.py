@@ -26,6 +26,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.executor import torch_threads
 from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.messages import Part, outline
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.fingerprint import source_closure
@@ -172,6 +173,12 @@ class Frozen(FedAvg):
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         own_head = f"heads.{task}." if network.spec.head == "per-task" else "heads."
         return {n: p for n, p in network.named_parameters() if n.startswith(("backbone.prompts.", own_head))}
+
+    def moments_of(self, task: int) -> Part:
+        """The outline of its classes' moments."""
+        network = self.networks.of(self.run.spec(task + 1))
+        rows = len(network.spec.tasks[task]), network.backbone.features
+        return outline("prototype", {"weight": rows[:1], "sum": rows, "square": rows}, torch.float64)
 
     def set_modes(self, network: Network, task: int) -> None:
         network.train()  # which leaves the backbone in evaluation mode

@@ -19,6 +19,7 @@ from fclmodels.backbones.network import Network
 from fclmodels.backbones.spec import local_labels
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
+from fclmodels.federation.executor import TRAIN
 from fclmodels.federation.local import LocalTraining
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.replies import Replies
@@ -105,6 +106,10 @@ class Injected(Prompted):
         labels = torch.tensor(server.spec.tasks[server.task])
         knowledge["prototypes"] = {**found._asdict(), "labels": labels, "tasks": torch.full_like(labels, server.task)}
         return replace(server, knowledge=knowledge)
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        sent = super().sends(task, round)
+        return {**sent, TRAIN: {**sent[TRAIN], "moments": self.moments_of(task)}}
 
     # On a client.
 

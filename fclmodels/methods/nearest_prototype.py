@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fclmodels.backbones.spec import local_labels
 from fclmodels.federation.client import Client
+from fclmodels.federation.executor import TRAIN
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.server import Server
@@ -56,6 +57,9 @@ class NearestPrototype(Frozen):
 
     def payload(self, server: Server) -> Payload:
         return {**super().payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        return {TRAIN: {"moments": self.moments_of(task)}}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         own, found = server.spec.head == "per-task", replies.sum("moments")

@@ -67,8 +67,8 @@ class Prompted(Frozen):
     def client_weight(self, client: Client) -> float:
         return client.weight * (taken(client) if self.settings.omega == "participation" else 1)
 
-    def updated(self, weights: dict[str, Tensor], task: int) -> set[str]:
-        return {n for n in super().updated(weights, task) if not (self.personal and n.startswith("heads."))}
+    def updated(self, task: int) -> dict[str, Tensor]:
+        return {n: t for n, t in super().updated(task).items() if not (self.personal and n.startswith("heads."))}
 
     def largest_weight(self, task: int) -> float:
         return super().largest_weight(task) * (self.run.rounds(task) if self.settings.omega == "participation" else 1)

@@ -19,7 +19,8 @@ from pydantic import Field, model_validator
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Part, Payload, Reply
+from fclmodels.federation.executor import TRAIN
+from fclmodels.federation.messages import Part, Payload, Reply, outline
 from fclmodels.federation.replies import Replies
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
@@ -82,6 +83,11 @@ class Special(AnchoredOnServer):
             averaged = self.tuned(averaged, replies, distance(server.weights, server.knowledge["anchor"]))
         return self.blended(averaged, self.share(averaged))
 
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        sent = super().sends(task, round)
+        val = {"val": outline("loss", {"loss": (), "samples": ()}, torch.float64)} if self.tunes(task) else {}
+        return {TRAIN: {**sent[TRAIN], **val}}
+
     def tunes(self, task: int) -> bool:
         return self.settings.lam == "auto" and task > 0
 
@@ -139,7 +145,7 @@ class Special(AnchoredOnServer):
         if self.run.params.federation.privacy.on:
             most = 2 * self.guessing(network.spec, client.task)
             total, samples = (total / samples.clamp(min=1) / most).clamp(max=1), samples.clamp(max=1)
-        return Part("statistics", {"loss": total, "samples": samples}, bound=math.sqrt(2))
+        return Part("loss", {"loss": total, "samples": samples}, bound=math.sqrt(2))
 
     # Before a run.
 

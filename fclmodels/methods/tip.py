@@ -19,7 +19,7 @@ from torch import Tensor
 from fclmodels.backbones.layer_inputs import LayerInputs
 from fclmodels.federation.client import Client
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Part, Reply
+from fclmodels.federation.messages import Part, Reply, outline
 from fclmodels.federation.prediction import Prediction
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
@@ -72,6 +72,11 @@ class Tip(Projected):
         if self.settings.tip and self.settings.tip_voters == 1:
             return f"methods.{self.name}.tip_voters: 1 makes a client's own reference the mean. Use more."
         return super().needs_each
+
+    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
+        shapes = {"omega": (task + 1, task + 1), "count": (task + 1,)}
+        asked = {REFERENCES: {REFERENCES: outline("reference", shapes)}} if self.settings.tip else {}
+        return {**super().sends(task, round), **asked}
 
     # On the server.
 

@@ -23,10 +23,12 @@ from fclmodels.federation.ledger import ledger_table
 from fclmodels.federation.messages import Block, Part, Payload, Reply
 from fclmodels.federation.rounds import learn, rounds_table
 from fclmodels.federation.server import Server
+from fclmodels.federation.soundness import longer_than_told
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.prototypes import moments, weighted
+from fclmodels.numerics.sketch import gaussian_sketch
 from fclmodels.settings import InspectionSettings
 
 MODEL = {"w": torch.zeros(3, 2), "b": torch.zeros(2)}
@@ -57,6 +59,8 @@ def with_nan(tensor: Tensor, value: float = math.nan) -> Tensor:
 
 
 Q = torch.linalg.qr(drawn(6, 3))[0]
+# Of an input X = X* with E ||X* G||^2 = 50 for ten columns G, of three samples.
+ENERGY = torch.tensor([5.0, 5.0, 3.0, 3.0], dtype=torch.float64)
 MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
 
 
@@ -99,6 +103,23 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("count", seen=torch.tensor([-1, 3])), ("p", "is negative")),
         (part("count", seen=torch.tensor(True)), ("p", "has numbers of torch.bool")),
         ({"p": Part("count", {"share": torch.tensor(-0.1)}, noise=1.0)}, None),
+        (part("count", seen=torch.tensor(2**60)), ("p", "is above 1e+15")),
+        (part("prototype", **weighted(MOMENTS, 1e16)), ("p", "has a count above 1e+15")),
+        (part("loss", loss=torch.tensor(4.0), samples=torch.tensor(2.0)), None),
+        (part("loss", loss=torch.tensor(0.0), samples=torch.tensor(0.0)), None),
+        (part("loss", loss=torch.tensor(-1.0), samples=torch.tensor(3.0)), ("p", "is negative")),
+        (part("loss", loss=torch.tensor(1.0), samples=torch.tensor(0.0)), ("p", "is not of 1 to 1e+09 samples")),
+        (part("loss", loss=torch.tensor(1.0), samples=torch.tensor(1e10)), ("p", "is not of 1 to 1e+09 samples")),
+        (part("loss", loss=torch.tensor(1.0)), ("p", "is not one loss and a number of samples")),
+        (part("energy", a=ENERGY), None),
+        (part("energy", a=-ENERGY), ("p", "is negative")),
+        (part("energy", a=ENERGY[:3]), ("p", "has not four numbers for each layer")),
+        (part("energy", a=ENERGY * torch.tensor([1, 9, 1, 1])), ("p", "has more outside of a basis than in all")),
+        (part("energy", a=ENERGY * torch.tensor([1, 1, 9, 1])), ("p", "has more outside of a basis than in all")),
+        (part("energy", a=ENERGY * torch.tensor([1, 1, 1, 1e9])), ("p", "is of more than 1e+09 samples")),
+        ({**part("energy", a=ENERGY), "s": Part("sketch", {"a": drawn(5, 10)})}, None),
+        ({**part("energy", a=ENERGY), "s": Part("sketch", {"a": 4 * drawn(5, 10)})},
+         ("s", "is longer than its energy says")),
     ],
 )  # fmt: skip
 def test_a_reply_by_itself(parts: Parts, fault: tuple[str, str] | None) -> None:
@@ -128,14 +149,38 @@ def test_what_is_found_beside_bases_is_of_their_layers(parts: Parts, fine: bool)
     assert inspection.look(Reply(parts), asked).fault == expected
 
 
-def test_a_loss_that_is_not_finite_stops_no_run() -> None:
-    assert inspection.look(Reply(update(), loss=math.nan), PAYLOAD).fault == ("loss", "is not finite")
+@pytest.mark.parametrize(
+    ("loss", "samples", "why"),
+    [
+        (math.nan, 1, "is not finite"),
+        (1e308, 1, "is above 3.4e+38, or not of 0 to 1e+09 samples"),
+        (1.0, -1, "is above 3.4e+38, or not of 0 to 1e+09 samples"),
+        (1.0, 10**400, "is above 3.4e+38, or not of 0 to 1e+09 samples"),
+    ],
+)
+def test_what_is_for_the_log_alone_stops_no_run(loss: float, samples: int, why: str) -> None:
+    assert inspection.look(Reply(update(), loss=loss, samples=samples), PAYLOAD).fault == ("loss", why)
+
+
+@given(seed=st.integers(0, 999), width=st.integers(1, 40), rank=st.integers(1, 6))
+def test_a_sketch_is_hardly_ever_longer_than_its_bound(seed: int, width: int, rank: int) -> None:
+    """The fewer directions an input has, the more the length of its sketch is a matter of luck."""
+    random = torch.Generator().manual_seed(seed)
+    X = torch.randn(8, rank, generator=random)
+    energy = torch.tensor([X.square().sum(), X.square().sum(), 1, 1], dtype=torch.float64)
+    sketch = gaussian_sketch(X, width, random)
+    assert not longer_than_told({"e": Part("energy", {"a": energy}), "s": Part("sketch", {"a": sketch})})
+    far = {
+        "e": Part("energy", {"a": energy}),
+        "s": Part("sketch", {"a": sketch * (20 / sketch.norm()) * X.norm() * width}),
+    }
+    assert longer_than_told(far) == "s"
 
 
 def test_an_update_is_as_long_as_the_mean_displacement_however_many_samples_it_is_of() -> None:
     looks = [inspection.look(Reply(update(count=count)), PAYLOAD) for count in (1.0, 1000.0)]
     expected = torch.cat([drawn(3, 2).flatten(), drawn(2, seed=1)]).norm().item()
-    assert [seen.length for seen in looks] == pytest.approx([expected] * 2)
+    assert [seen.sizes["update"] for seen in looks] == [pytest.approx([expected])] * 2
 
 
 @given(seed=st.integers(0, 99), samples=st.integers(1, 30), scale=st.floats(1e-3, 1e3))
@@ -202,19 +247,53 @@ PART = {**update(), "update": Part("update", {"w": drawn(3, 2)}, over="weight")}
     ("replies", "refused"),
     [
         ([update()], {}),
-        ([PART], {0: "has another form than the model"}),
+        ([PART], {0: "has another form than the method's"}),
+        ([PART, PART, update()], dict.fromkeys((0, 1), "has another form than most")),
         ([PART, update()], {0: "has another form than most"}),
         ([PART, update(), PART, update()], {0: "has another form than most", 2: "has another form than most"}),
         ([PART, MORE], {0: "has another form than most"}),
         ([update(), MORE], dict.fromkeys((0, 1), "has another form than as many others")),
     ],
 )
-def test_without_a_majority_it_is_that_of_the_model(replies: list[Parts], refused: dict[int, str]) -> None:
+def test_what_the_method_declares_needs_no_majority(replies: list[Parts], refused: dict[int, str]) -> None:
     def fits(form: inspection.Form) -> bool:
-        return inspection.updated(form) == {*MODEL}
+        return inspection.shown(inspection.form_of(update())) <= inspection.shown(form)
 
     found = inspection.faults(looks_of(*replies), InspectionSettings(), fits)
     assert {client: fault.why for client, fault in found.items()} == refused
+
+
+def statistics(scale: float) -> Parts:
+    return {**update(), "s": Part("statistics", {"b": scale * 2 * torch.ones(2)}, over="weight")}
+
+
+def reference(scale: float) -> Parts:
+    return part("reference", omega=scale * torch.ones(2, 2), count=torch.ones(2))
+
+
+def energy(scale: float) -> Parts:
+    """Of two layers, the smaller one far out."""
+    return part("energy", a=1e6 * ENERGY, b=ENERGY * torch.tensor([scale**2, 0, 1, 1]))
+
+
+def prototype(scale: float) -> Parts:
+    """One class of many samples, one of few, which is far out."""
+    labels, sizes = torch.arange(40) % 20 == 0, torch.where(torch.arange(40) % 20 == 0, scale, 1.0)
+    return part("prototype", **moments(drawn(40, 5) * sizes[:, None], labels.long(), 3))
+
+
+def val_loss(scale: float) -> Parts:
+    return part("loss", loss=torch.tensor(6.0 * scale - 3), samples=torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("parts", [statistics, reference, energy, prototype, val_loss])
+def test_what_is_alike_among_honest_clients_is_held_to_the_median(parts: Callable[[float], Parts]) -> None:
+    looks = looks_of(parts(1), parts(2), parts(20), parts(1e4), parts(0.1 if parts is not val_loss else 0.6))
+    assert not [seen.fault for seen in looks.values() if seen.fault]
+    found = inspection.faults(looks, InspectionSettings(largest=30.0))
+    assert list(found) == [3]
+    assert "times as long as the median" in found[3].why
+    assert not inspection.faults(looks, InspectionSettings(largest=None))
 
 
 def test_bases_of_any_number_of_columns_have_one_form() -> None:
@@ -236,9 +315,9 @@ def test_fewer_than_half_bad_replies_get_nothing_through_that_is_far_longer_than
     lengths: list[float], bad: list[float]
 ) -> None:
     bad = bad[: len(lengths) - 1]
-    looks = {client: Look(None, length=length) for client, length in enumerate([*lengths, *bad])}
+    looks = {client: Look(None, sizes={"p": [1.0, size]}) for client, size in enumerate([*lengths, *bad])}
     found = inspection.faults(looks, InspectionSettings(largest=5.0))
-    taken = [looks[client].length or 0 for client in looks.keys() - found.keys()]
+    taken = [looks[client].sizes["p"][1] for client in looks.keys() - found.keys()]
     assert max(taken, default=0) <= 5 * max(lengths)
 
 
@@ -333,10 +412,78 @@ def test_a_lone_reply_has_the_form_of_the_model(
 ) -> None:
     method = method_of(Partly, "federation.rounds=1")
     monkeypatch.setattr(method, "participants", lambda task: (0,))
-    with pytest.raises(UserError, match="no reply of 1 can be used; client 0's reply has another form than the model"):
+    with pytest.raises(
+        UserError, match="no reply of 1 can be used; client 0's reply has another form than the method's"
+    ):
         learned(method)
     monkeypatch.setattr(method, "participants", lambda task: (0, 1))
     assert learned(method)[0].refused == {"0": 1}
+
+
+class Leaving(Serial):
+    """Client 0's answers to a question lack a part, or hold something else in its place."""
+
+    def __init__(self, method: FedAvg, question: str, change: Callable[[Parts], Parts]) -> None:
+        super().__init__(method, 1)
+        self.question, self.change = question, change
+
+    def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[Answer]:
+        for answer in super().run(job, clients, memories):
+            if answer.client == 0 and job.question == self.question:
+                answer = replace(answer, reply=replace(answer.reply, parts=self.change(answer.reply.parts)))
+            yield answer
+
+
+def without(name: str) -> Callable[[Parts], Parts]:
+    return lambda parts: {other: part for other, part in parts.items() if other != name}
+
+
+def other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Parts], Parts]:
+    return lambda parts: {
+        **parts,
+        name: replace(parts[name], tensors={n: change(tensor) for n, tensor in parts[name].tensors.items()}),
+    }
+
+
+LONE = {
+    "no weight": ("fedavg", "train", lambda parts: {"update": replace(parts["update"], over="")}),
+    "no over": ("fedavg", "train", lambda parts: {**parts, "update": replace(parts["update"], over="")}),
+    "no update": ("fedavg", "train", without("update")),
+    "another weight": ("fedavg", "train", lambda parts: {**parts, "weight": Part("count", {"n": torch.tensor(1.0)})}),
+    "no sketch": ("fot", "gpse", without("sketch")),
+    "a narrow sketch": ("fot", "gpse", other("sketch", lambda sketch: sketch[:, :1])),
+    "no energy": ("fot", "gpse", without("energy")),
+    "no columns": ("fedprotip", "bases", without("columns")),
+    "no features": ("fedprotip", "bases", without("features")),
+    "short spectra": ("fedprotip", "bases", other("spectra", lambda squares: squares[:1])),
+    "no references": ("fedprotip", "references", without("references")),
+    "references of another size": ("fedprotip", "references", other("references", lambda omega: omega[:0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", LONE)
+def test_a_lone_reply_of_another_form_is_refused_like_any_other(
+    wrong: str, experiment_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    name, question, change = LONE[wrong]
+    heard = Heard()
+    experiment = experiment_of(method=name, splits=splits_of(clients=1, tasks=1), listener=heard)
+    experiment._executor = Leaving(experiment.method, question, change)
+    with pytest.raises(UserError, match="no reply") as error:
+        experiment.run(tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert {client for _, _, client, _ in heard.lines} == {0}
+
+
+def test_where_clients_are_asked_one_by_one_the_others_are_heard(
+    experiment_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    heard = Heard()
+    one_by_one = ("methods.fedprotip.union=sequential", "methods.fedprotip.tip=false")
+    experiment = experiment_of(*one_by_one, method="fedprotip", splits=splits_of(tasks=1), listener=heard)
+    experiment._executor = Leaving(experiment.method, "bases", without("columns"))
+    assert experiment.run(tmp_path / "run")["refused"] == {"0": 1}
+    assert [line[2:] for line in heard.lines] == [(0, "reply has another form than the method's")]
 
 
 class InBlocks(Serial):

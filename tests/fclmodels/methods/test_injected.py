@@ -10,7 +10,7 @@ import torch
 
 from fclmodels.data.splits import Rows
 from fclmodels.errors import UserError
-from fclmodels.federation import inspection
+from fclmodels.federation import soundness
 from fclmodels.federation.replies import Replies
 from fclmodels.listener import Listener
 from fclmodels.methods.fed_dualp import FedDualP
@@ -192,7 +192,7 @@ def test_under_noise_a_client_tells_means_of_clipped_features(pip_of: Callable, 
     assert (plain["sum"].norm(dim=1) > 0.1 * plain["weight"]).all()
     torch.testing.assert_close(private.tensors["weight"], plain["weight"] / plain["weight"].sum())
     assert (private.tensors["sum"].norm(dim=1) <= private.tensors["weight"] * (1 + 1e-6)).all()
-    assert inspection.length(private.tensors) <= private.bound * (1 + 1e-6)
+    assert soundness.length(private.tensors) <= private.bound * (1 + 1e-6)
 
 
 def test_with_hardly_any_noise_prototypes_are_those_without(pip_of: Callable, federate: Callable) -> None:
