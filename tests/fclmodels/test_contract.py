@@ -7,6 +7,7 @@ federation/test_faults.py, also over all methods; deaths at every moment in test
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Stage
+from fclmodels.federation.cohort import Cohort
+from fclmodels.federation.executor import EVALUATIONS, Job
+from fclmodels.federation.inspection import form_of, shown
+from fclmodels.federation.messages import Reply
+from fclmodels.federation.secure import LOG
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.plugins import all_of
@@ -53,11 +59,52 @@ def run(
     splits: Splits,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Experiment]:
-    """An experiment that has run once for all tests here, into home / run."""
+    """An experiment that has run once for all tests here, into home / run; all replies are as they were declared."""
     home = tmp_path_factory.mktemp(request.param)
     with new_experiment(*PARTIAL, method=request.param, splits=splits, home=home) as experiment:
-        experiment.run(home / "run")
+        with declared_replies():
+            experiment.run(home / "run")
         yield experiment
+
+
+@contextmanager
+def declared_replies() -> Iterator[None]:
+    """While open, a reply of a form that Method.sends does not tell is a mistake."""
+    look = Cohort._look
+
+    def compared(cohort: Cohort, job: Job, looks: Any, client: int, reply: Reply, *more: Any) -> None:
+        if job.question not in EVALUATIONS:
+            declared = cohort.executor.method.sends(job.task, job.round).get(job.question, {})
+            masked = cohort.executor.method.run.params.federation.secagg.on
+            sent = {name: part for name, part in reply.parts.items() if name != LOG}
+            assert shown(form_of(sent), masked) == shown(form_of(declared)), (job.question, client)
+        look(cohort, job, looks, client, reply, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cohort, "_look", compared)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", ("model.backbone=resnet18",)),
+        ("fedavg", ("model.backbone=resnet18", "methods.fedavg.batch_norm=local")),
+        ("fot", ("methods.fot.gpse=local",)),
+        ("fot", ("federation.secagg.on=true",)),
+        ("fot", ("federation.privacy.noise_multiplier=1", "federation.weighting=uniform")),
+        ("fedprotip", ("methods.fedprotip={exchange: sketch, tip: false, sketch_width: 3}",)),
+        ("fedprotip", ("methods.fedprotip={exchange: sketch, tip_reference: mean}", "federation.secagg.on=true")),
+        ("special", ("methods.special.lambda=auto",)),
+        ("stamp", ("methods.stamp.spatio=false", "model.backbone=resnet18")),
+        ("pip-l2p", ("methods.pip-l2p.head=personal",)),
+    ],
+)
+def test_other_settings_declare_what_they_send(
+    method: str, settings: tuple[str, ...], experiment_of: MakeExperiment, splits_of: Callable, tmp_path: Path
+) -> None:
+    with declared_replies():
+        experiment_of("federation.rounds=1", *settings, method=method, splits=splits_of(val=2)).run(tmp_path / "run")
 
 
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(

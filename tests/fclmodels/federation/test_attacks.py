@@ -13,13 +13,14 @@ from fclmodels import state
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
-from fclmodels.federation import attacks
+from fclmodels.federation import attacks, inspection
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.fot import known
 from fclmodels.plugins import all_of, find
 
 MakeExperiment = Callable[..., Experiment]
@@ -89,6 +90,19 @@ def test_only_its_part_is_altered(
     client = client_of(method_of(FedAvg, *of_kind(kind)), 0)
     found = attacks.altered(Reply({"p": Part(part, {"t": BASIS})}), client).parts["p"].tensors
     assert torch.equal(found["t"], expected["t"])
+
+
+def test_a_false_sketch_passes_with_energies_to_match(method_of: Callable, client_of: Callable) -> None:
+    method = method_of(find("method", "fot"), *of_kind("basis", "federation.attack.strength=7"))
+    server = method.start_task(method.setup(), 0)
+    client = client_of(method, 0)
+    honest = method.answer(client, "gpse", {**method.payload(server), **known(server)})[0]
+    bad = attacks.altered(honest, client)
+    assert inspection.look(bad, {}).fault is None
+    for layer, sketch in honest.parts["sketch"].tensors.items():
+        found = bad.parts["sketch"].tensors[layer]
+        assert found.norm() == pytest.approx(7 * sketch.norm().item(), rel=1e-4)
+        assert (found * sketch).sum().abs() < found.norm() * sketch.norm() / 2
 
 
 def test_noise_has_the_updates_length_times_the_strength_and_a_claim_leaves_the_mean(
@@ -216,12 +230,45 @@ def test_rules_refuse_by_name_what_is_no_mean(method_of: Callable) -> None:
     method_of(find("method", "stamp"), "federation.aggregation=krum", spatio=False)
 
 
-def test_training_in_one_place_averages_nothing_and_has_no_bad_clients(
-    method_of: Callable, federate: Callable[..., Server]
-) -> None:
-    joint, evil = find("method", "joint"), of_kind("label-flip", "federation.aggregation=median")
-    servers = [federate(method_of(joint, *some), 1) for some in ((), evil)]
+def test_training_in_one_place_averages_nothing(method_of: Callable, federate: Callable[..., Server]) -> None:
+    joint = find("method", "joint")
+    servers = [federate(method_of(joint, *some), 1) for some in ((), ("federation.aggregation=median",))]
     assert state.digest(servers[0].to_tree()) == state.digest(servers[1].to_tree())
+
+
+ON_DATA, ON_UPDATES = ["backdoor", "label-flip"], ["claim", "noise", "scaled", "sign-flip"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "further"),
+    [
+        ("fedavg", (), ON_UPDATES),
+        ("stamp", (), ON_UPDATES),
+        ("fot", (), [*ON_UPDATES, "basis"]),
+        ("fot", ("methods.fot.gpse=local",), [*ON_UPDATES, "basis"]),
+        ("fedprotip", (), [*ON_UPDATES, "basis", "reference"]),
+        ("fedprotip", ("methods.fedprotip={tip: false, exchange: sketch}",), [*ON_UPDATES, "basis"]),
+        ("pip-l2p", (), [*ON_UPDATES, "prototype"]),
+        ("nearest-prototype", (), ["prototype"]),
+    ],
+)
+def test_an_attack_on_what_a_method_does_not_send_is_refused_by_name(
+    name: str, settings: tuple[str, ...], further: list[str], experiment_of: MakeExperiment
+) -> None:
+    fitting = sorted([*ON_DATA, *further])
+    for kind in sorted({*ON_DATA, *(attack for attack, _ in attacks.ALTERATIONS), "claim"}):
+        evil = (*of_kind(kind), *settings)
+        if kind in fitting:
+            experiment_of(*evil, method=name)
+            continue
+        expected = rf"^federation\.attack\.kind: {kind} .* methods\.{name} send\. Use one of {', '.join(fitting)}\.$"
+        with pytest.raises(UserError, match=expected):
+            experiment_of(*evil, method=name)
+
+
+def test_where_no_client_trains_none_can_be_bad(experiment_of: MakeExperiment) -> None:
+    with pytest.raises(UserError, match=r"^federation\.attack: methods\.joint brings all samples .*kind: none\.$"):
+        experiment_of(*of_kind("label-flip"), method="joint")
 
 
 @pytest.mark.slow
@@ -232,7 +279,11 @@ def test_every_method_ends_with_a_finite_model_whatever_bad_clients_do(
 ) -> None:
     averaged = name not in ("fedomg", "stamp", "nearest-prototype")
     settings = (*of_kind(kind, "federation.attack.strength=2"), *(["federation.aggregation=median"] * averaged))
-    experiment = experiment_of(*settings, method=name, splits=splits_of(clients=3, val=2))
+    try:
+        experiment = experiment_of(*settings, method=name, splits=splits_of(clients=3, val=2))
+    except UserError as refusal:
+        assert str(refusal).startswith("federation.attack")  # noqa: PT017
+        return
     result = experiment.run(tmp_path / "run")
     weights = experiment.store.get(result["digests"]["state"])["server"]["weights"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
