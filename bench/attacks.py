@@ -4,8 +4,8 @@
     python bench/attacks.py [--out tries/attacks] [--workers 2] [--methods fedavg fot] [--seeds 0 1 2]
 
 For each method the accuracy with the task given, attack by defence; then how many test images with the backdoor's patch
-are taken for the attackers' label; then attacks on what methods send beside updates, also on permuted pixels. Runs are
-folders below --out, as those of study.py, and not done again.
+are taken for the attackers' label; then attacks on what methods send beside updates, also on permuted pixels; last the
+baselines, with the first seed alone. Runs are folders below --out, as those of study.py, and not done again.
 """
 
 import argparse
@@ -58,6 +58,14 @@ METHODS = {
     "fot, permuted": (PERMUTED, "fot", []),
     "fedprotip, permuted": (PERMUTED, "fedprotip", []),
     "pip-dualp": (DIGITS, "pip-dualp", VIT),
+}
+FROZEN = [one for one in VIT if not one.startswith("methods.")]
+ON_VIT = ("fed-l2p", "pip-l2p", "linear-probe", "lora", "nearest-prototype")
+PLAIN = ("fedprox", "ema", "prox-anchor", "special-c", "ewc", "lwf", "flwf-2t", "er", "agem", "gpm", "single-task")
+BASELINES = {
+    **{name: [] for name in (*PLAIN, "fedomg")},
+    **dict.fromkeys(ON_VIT, FROZEN),
+    "fed-dualp": [*FROZEN, "methods.fed-dualp.e_layers=[2,3]"],
 }
 # Each attack against each defence; the others are for attacks on what is sent besides.
 CROSSED = ["fedavg", "fot", "fedprotip", "special", "stamp", "stamp, averaged", "pip-dualp"]
@@ -120,12 +128,29 @@ def combinations(methods: list[str]) -> Iterator[tuple[str, str, str, list[str]]
                 yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
 
 
+def of_baselines() -> Iterator[tuple[str, str, str, list[str]]]:
+    """The same, of what each of them sends."""
+    updates = {name: ATTACKS[name] for name in ("none", "label flip", "sign flip x 5", "claim x 10")}
+    prototypes = {"prototype x 10": ["prototype", "strength=10"]}
+    further = {
+        "pip-l2p": {**updates, **prototypes},
+        "nearest-prototype": {"none": [], "label flip": ATTACKS["label flip"], **prototypes},
+    }
+    for method in BASELINES:
+        rules = ("checks",) if method in ("fedomg", "nearest-prototype") else ("checks", "multi-krum")
+        for attack, of_attack in further.get(method, updates).items():
+            for defence in rules:
+                yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
+
+
 def wanted(methods: list[str], seeds: list[int], out: Path) -> Runs:
     found = {}
-    for method, attack, defence, settings in combinations(methods):
-        shared, name, own = METHODS[method]
-        study = Study(params="params.yaml", set=shared, seeds=seeds, metrics=[], rows={})
-        found[method, attack, defence] = jobs(study, Row(method=name, set=[*own, *settings]), [], seeds, False, out)
+    known = {**METHODS, **{name: (DIGITS, name, settings) for name, settings in BASELINES.items()}}
+    for method, attack, defence, settings in [*combinations(methods), *of_baselines()]:
+        shared, name, own = known[method]
+        some = seeds[:1] if method in BASELINES else seeds
+        study = Study(params="params.yaml", set=shared, seeds=some, metrics=[], rows={})
+        found[method, attack, defence] = jobs(study, Row(method=name, set=[*own, *settings]), [], some, False, out)
     return found
 
 
@@ -170,6 +195,14 @@ def tables(methods: list[str], runs: Runs) -> Iterator[str]:
                     yield f"| {method}, {attack} | {defence} | " + " | ".join(cell(of, name) for name in TOLD) + " |"
 
 
+def table_of_baselines(runs: Runs) -> Iterator[str]:
+    columns = list(dict.fromkeys((attack, defence) for _, attack, defence, _ in of_baselines()))
+    yield "\n| | " + " | ".join(f"{attack}, {defence}" for attack, defence in columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for method in BASELINES:
+        yield f"| {method} | " + " | ".join(cell(runs.get((method, *column), [])) for column in columns) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tries/attacks"))
@@ -180,7 +213,7 @@ def main() -> None:
     runs = wanted(given.methods, given.seeds, given.out)
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
         do(pool, [job for of_row in runs.values() for job in of_row])
-    print("\n".join(tables(given.methods, runs)))
+    print("\n".join([*tables(given.methods, runs), *table_of_baselines(runs)]))
 
 
 if __name__ == "__main__":

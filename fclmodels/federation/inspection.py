@@ -125,7 +125,9 @@ def faults(
 def far_out(looks: Mapping[int, Look], largest: float | None) -> dict[int, Fault]:
     """Of replies of one form those with a size that is more than so many times the median."""
     found: dict[int, Fault] = {}
-    for name in sorted({name for seen in looks.values() for name in seen.sizes}) if largest else ():
+    if largest is None:
+        return found
+    for name in sorted({name for seen in looks.values() for name in seen.sizes}):
         sizes = {client: seen.sizes[name] for client, seen in looks.items() if name in seen.sizes}
         middles = [median(of_all) for of_all in zip(*sizes.values(), strict=True)]
         for client, of_it in sizes.items():

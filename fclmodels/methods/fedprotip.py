@@ -87,21 +87,20 @@ class FedProTIP(Tip):
     # After a task, on the server.
 
     def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
-        network, sketched, tip = self.networks.of(self.run.spec(task + 1)), self.settings.exchange == "sketch", {}
-        widths = {name: layer.width for name, layer in self.layers(network).items()}
-        if self.settings.tip:
-            tip = {FEATURES: network.backbone.features}
-        both = {**widths, **tip}
+        network = self.networks.of(self.run.spec(task + 1))
+        dtype, s = next(network.parameters()).dtype, self.settings.sketch_width
+        layers = {name: layer.width for name, layer in self.layers(network).items()}
+        features = {FEATURES: network.backbone.features} if self.settings.tip else {}
+        widths = layers | features
         parts = {
-            "spectra": outline("statistics", {name: (d,) for name, d in both.items()}),
-            "columns": outline("count", dict.fromkeys(both, (2,)), torch.int64),
+            "spectra": outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
+            "columns": outline("count", dict.fromkeys(widths, (2,)), torch.int64),
         }
-        if sketched:
-            shapes = {name: (d, self.settings.sketch_width or d) for name, d in both.items()}
-            parts["directions"] = outline("sketch", shapes)
+        if self.settings.exchange == "sketch":
+            parts["directions"] = outline("sketch", {name: (d, s or d) for name, d in widths.items()}, dtype)
         else:
-            parts["directions"] = outline("basis", {name: (d, 0) for name, d in widths.items()})
-            parts["features"] = outline("directions", {name: (d, 0) for name, d in tip.items()})
+            parts["directions"] = outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype)
+            parts["features"] = outline("directions", {name: (d, 0) for name, d in features.items()}, dtype)
         return {**super().sends(task, round), "bases": parts}
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:

@@ -97,7 +97,7 @@ def declared_replies() -> Iterator[None]:
         ("fedprotip", ("methods.fedprotip={exchange: sketch, tip_reference: mean}", "federation.secagg.on=true")),
         ("special", ("methods.special.lambda=auto",)),
         ("stamp", ("methods.stamp.spatio=false", "model.backbone=resnet18")),
-        ("pip-l2p", ("methods.pip-l2p.head=personal",)),
+        ("pip-l2p", ("methods.pip-l2p.head=own",)),
     ],
 )
 def test_other_settings_declare_what_they_send(

@@ -113,7 +113,7 @@ def test_a_client_tells_the_val_loss_of_what_it_was_sent(
     reply, _ = method.train(client_of(method, 2, 1), method.payload(server))
     expected, count = loss_by_hand(method, server.weights, 1, 2)
     told = reply.parts["val"]
-    assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("statistics", 16, 5)
+    assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("loss", 16, 5)
     assert count == 5
     assert told.tensors["loss"].item() == pytest.approx(expected, rel=1e-5)
     first = method.start_task(method.setup(), 0)
@@ -199,7 +199,7 @@ def test_the_last_round_tries_nothing_smaller(
 def test_an_older_models_loss_is_not_read(tmp_path: Path) -> None:
     replies = Replies((0, 1), tmp_path)
     for client, weight in ((0, 1.0), (1, 0.7)):
-        val = Part("statistics", {"loss": torch.tensor(6.0), "samples": torch.tensor(3.0)})
+        val = Part("loss", {"loss": torch.tensor(6.0), "samples": torch.tensor(3.0)})
         replies.add(client, Reply({"val": val}), weight)
     assert {name: float(total) for name, total in replies.sum("val").items()} == {"loss": 6, "samples": 3}
 

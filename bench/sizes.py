@@ -1,0 +1,94 @@
+"""How far honest clients are from a round's median, in what federation.inspection holds to it and in what it does not.
+
+    fcl pretrain --out data/pretrained/letters     # for the methods on a frozen backbone
+    python bench/sizes.py [--out tries/sizes]
+
+Of each part the largest size in medians over a run's exchanges, one run for each stream and method, the embedded digits
+with ten clients. Nobody is refused: federation.inspection.largest is null.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from attacks import FROZEN
+from study import ALONE, Job, splits_of
+
+from fclmodels.data.splits import Splits
+from fclmodels.experiment import Experiment
+from fclmodels.federation import inspection
+from fclmodels.federation.soundness import length
+
+SETTINGS = ["partition.val=0", "model={backbone: cnn, width: 8}", "federation.rounds=3", "optimizer.lr=0.1"]
+STREAMS = {
+    "5 tasks, Dirichlet 0.1": ["stream.tasks=5", "stream.classes_per_task=2", "partition.alpha=0.1"],
+    "2 tasks, Dirichlet 0.1": ["stream.tasks=2", "stream.classes_per_task=5", "partition.alpha=0.1"],
+    "overlapping, Dirichlet 0.1": ["stream={kind: overlapping-classes, tasks: 3}", "partition.alpha=0.1"],
+    "task pool": ["stream={kind: task-pool, tasks: 5}", "partition={kind: iid, clients: 10}"],
+    "domains": ["data.source=digits-domains", "stream.kind=domain-incremental"],
+}
+METHODS = {
+    "fedavg": [],
+    "fedavg, resnet18": ["model={backbone: resnet18, width: 4, stem: cifar}"],
+    "fot": [],
+    "fot, threshold 0.999": ["methods.fot.threshold=0.999"],
+    "fedprotip": [],
+    "fedprotip, all directions": ["methods.fedprotip.tip_rank=null"],
+    "special": ["methods.special.lambda=auto", "partition.val=0.1"],
+    "nearest-prototype": FROZEN,
+    "pip-l2p": FROZEN,
+}
+NOT_HELD = ("sketch", "directions", "statistics")
+
+
+def largest(stream: str, method: str, out: Path) -> dict[str, float]:
+    """Of each part that one run sends, in medians."""
+    found: dict[str, float] = defaultdict(float)
+    look, faults = inspection.look, inspection.faults
+
+    def measured(reply: Any, *more: Any) -> inspection.Look:
+        seen = look(reply, *more)
+        others = {n: [length(p.tensors)] for n, p in reply.parts.items() if p.kind in NOT_HELD and not p.over}
+        return replace(seen, sizes={**seen.sizes, **others})
+
+    def compared(looks: dict[int, inspection.Look], *more: Any) -> dict[int, inspection.Fault]:
+        for name in {name for seen in looks.values() for name in seen.sizes}:
+            for sizes in zip(*(seen.sizes[name] for seen in looks.values() if name in seen.sizes), strict=True):
+                found[name] = max(found[name], max(sizes) / (inspection.median(sizes) or 1.0))
+        return faults(looks, *more)
+
+    name = method.partition(",")[0]
+    settings = [*SETTINGS, *STREAMS[stream], *ALONE, "federation.inspection.largest=null", *METHODS[method]]
+    job = Job(params=Path("params.yaml"), settings=settings, method=name, seed=0, on_val=False, out=out)
+    with patch.multiple(inspection, look=measured, faults=compared), TemporaryDirectory() as folder:
+        splits = Splits.open(splits_of(job.load(), out))
+        with Experiment(job.load(), name, 0, splits, Path(folder) / "home") as experiment:
+            experiment.run(Path(folder) / "run")
+    return found
+
+
+def table(out: Path) -> Iterator[str]:
+    yield "| | | " + " | ".join(STREAMS) + " |\n" + "|---" * (len(STREAMS) + 2) + "|"
+    for method in METHODS:
+        of_streams = [largest(stream, method, out) for stream in STREAMS]
+        for part in dict.fromkeys(part for found in of_streams for part in found):
+            yield f"| {method} | {part} | " + " | ".join(f"{found.get(part, 1):.3g}" for found in of_streams) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("tries/sizes"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for line in table(given.out):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
