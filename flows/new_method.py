@@ -35,7 +35,8 @@ class {cls}(FedAvg):
     settings: Settings
 
     # Other places to differ from FedAvg: loss, step, after (on a client), aggregate, start_task, finish_task (on the
-    # server), payload (what travels down), further_parts and answer (up). See fclmodels/methods/base.py.
+    # server), payload (what travels down), further_parts and answer (up), and sends, the form of these two. See
+    # fclmodels/methods/base.py.
     @torch.no_grad()
     def gradient(self, training: LocalTraining) -> None:
         """Of F_k(w) + strength / 2 ||w||^2."""

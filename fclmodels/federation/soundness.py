@@ -86,7 +86,7 @@ def no_moments(found: Mapping[str, Tensor]) -> str | None:
         return "has a negative count"
     if (weight > MOST_COUNTED).any():
         return f"has a count above {MOST_COUNTED:g}"
-    if ((weight == 0) & (total != 0)).any():
+    if any(((weight == 0) & (found[name] != 0)).any() for name in ("sum", "square") if name in found):
         return "has a sum of no samples"
     if "square" in found:
         variance = weight * found["square"] - total.square()

@@ -95,6 +95,8 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("prototype", **{**MOMENTS, "weight": torch.ones(3)}), ("p", "has no row for each count")),
         (part("prototype", **{**MOMENTS, "weight": -MOMENTS["weight"]}), ("p", "has a negative count")),
         (part("prototype", **{**MOMENTS, "weight": torch.zeros(4)}), ("p", "has a sum of no samples")),
+        (part("prototype", **{**MOMENTS, "square": MOMENTS["square"] + torch.tensor([[0], [0], [0], [1.0]])}),
+         ("p", "has a sum of no samples")),
         (part("prototype", **{**MOMENTS, "square": 0.1 * MOMENTS["square"]}), ("p", "has a negative variance")),
         (part("reference", omega=-torch.ones(2, 2)), ("p", "is negative")),
         (part("reference", omega=torch.ones(2, 2), count=torch.tensor([0.0, 1.0])), None),
@@ -191,7 +193,7 @@ def test_moments_of_real_samples_pass(seed: int, samples: int, scale: float) -> 
     assert inspection.look(Reply(part("prototype", **found)), {}).fault is None
 
 
-KINDS = ("update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics")
+KINDS = ("update", "sketch", "basis", "directions", "prototype", "reference", "count", "statistics", "energy", "loss")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool)
 TENSORS = st.builds(
     lambda shape, dtype, value: torch.full(shape, 1).to(dtype) * value,
