@@ -192,8 +192,10 @@ class Line:
         """Keep the newest state, and the one before to fall back on; of older tasks what the run folder is made of."""
         before = objects_of(self.outcomes)
         for task, outcomes in enumerate(self.by_task[:-2]):
-            self.by_task[task] = [without_states(outcome) for outcome in outcomes]
-            self.keep(known_by(self.settings, self.growing.parts[: task + 1])[1], self.by_task[task])
+            stateless = [without_states(outcome) for outcome in outcomes]
+            if stateless != outcomes:
+                self.by_task[task] = stateless
+                self.keep(known_by(self.settings, self.growing.parts[: task + 1])[1], stateless)
         for key in self.store.forget(before - objects_of(self.outcomes)):
             (HOME / "results" / key).unlink(missing_ok=True)
         self.store.drop_abandoned(ABANDONED)

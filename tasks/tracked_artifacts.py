@@ -26,6 +26,7 @@ from fclmodels.served import Model
 SERVED = Path(__file__).with_name("served.py")
 READING = "task_agnostic"
 ACCURACY, REPORT = "accuracy", "report.html"
+NUMBERED = 20  # tasks at most of a heat map with a number in each cell
 NEEDED = ("fclflow", "torch", "torchvision", "numpy", "pandas", "pillow", "safetensors")  # mlflow adds itself
 NEEDED_FOR_TEXTS = ("transformers",)
 SIGNATURE = ModelSignature(
@@ -88,25 +89,28 @@ def matrices_of(folder: Path) -> dict[str, Matrix]:
 
 
 def heat_map(shown: Matrix) -> Figure:
+    """Not larger than a screen: of many tasks cells get smaller, and have no numbers where these have no room."""
     height, width = shown.shares.shape
-    figure = Figure(figsize=(1.5 + 0.7 * width, 1.2 + 0.5 * height), layout="constrained")
+    cell = min(0.7, 9 / width)  # inches
+    figure = Figure(figsize=(1.5 + cell * width, 1.2 + 0.7 * cell * height), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(100 * shown.shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for (row, column), value in np.ndenumerate(shown.shares):
-        if not np.isnan(value):
-            axes.text(
-                column, row, f"{100 * value:.0f}", ha="center", va="center", color="white" if value < 0.6 else "black"
-            )
+    edges = np.arange(width + 1) + 0.5, np.arange(height + 1) + shown.first_row - 0.5
+    # Not imshow, which resamples to dozens of bytes a pixel.
+    drawn = axes.pcolormesh(*edges, 100 * shown.shares, vmin=0, vmax=100, cmap="viridis")
+    for row, column in np.argwhere(~np.isnan(shown.shares)) if width <= NUMBERED else ():
+        value = shown.shares[row, column]
+        color = "white" if value < 0.6 else "black"
+        axes.text(column + 1, row + shown.first_row, f"{100 * value:.0f}", ha="center", va="center", color=color)
+    step = 1 + width // 30
     axes.set(
+        title=shown.title,
         xlabel=shown.columns,
         ylabel=shown.rows,
-        xticks=range(width),
-        xticklabels=range(1, width + 1),
-        yticks=range(height),
-        yticklabels=range(shown.first_row, shown.first_row + height),
+        xticks=range(1, width + 1, step),
+        yticks=range(shown.first_row, shown.first_row + height, step),
     )
-    axes.set_title(shown.title)
-    figure.colorbar(image)
+    axes.invert_yaxis()
+    figure.colorbar(drawn)
     return figure
 
 

@@ -327,7 +327,17 @@ def test_the_matrix_as_table_and_picture() -> None:
     axes, bar = heat_map(shown).axes
     assert [text.get_text() for text in axes.texts] == ["10", "90", "20", "30", "80"]
     assert bar.get_ylim() == (0, 100)
-    assert axes.images[0].get_array()[1, 0] == 90
+    assert axes.collections[0].get_array()[1, 0] == 90
+
+
+def test_the_picture_of_many_tasks_is_no_larger_than_a_screen() -> None:
+    shown = Matrix("accuracy", "tasks learned", 0, "task", np.full((101, 100), 0.5))
+    figure = heat_map(shown)
+    width, height = figure.get_size_inches()
+    assert (width, height) < (11, 8)
+    axes = figure.axes[0]
+    assert not axes.texts
+    assert len(axes.get_xticks()) <= 30
 
 
 def test_a_run_that_predicts_tasks_shows_which_it_took_for_which(tmp_path: Path) -> None:
