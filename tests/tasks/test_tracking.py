@@ -334,10 +334,10 @@ def test_the_picture_of_many_tasks_is_no_larger_than_a_screen() -> None:
     shown = Matrix("accuracy", "tasks learned", 0, "task", np.full((101, 100), 0.5))
     figure = heat_map(shown)
     width, height = figure.get_size_inches()
-    assert (width, height) < (11, 8)
-    axes = figure.axes[0]
-    assert not axes.texts
-    assert len(axes.get_xticks()) <= 30
+    assert width < 11
+    assert height < 8
+    assert not figure.axes[0].texts
+    assert len(figure.axes[0].get_xticks()) < 30
 
 
 def test_a_run_that_predicts_tasks_shows_which_it_took_for_which(tmp_path: Path) -> None:
