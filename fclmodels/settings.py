@@ -189,7 +189,7 @@ class InspectionSettings(Settings):
     largest: float | None = Field(
         30.0,
         ge=1,
-        description="largest update, or size of another part, that is taken, in the round's medians; null: any finite",
+        description="largest update, or size of another part, that is taken, in medians; null: any finite",
     )
     patience: PositiveInt | None = Field(
         3, description="refused replies after which a client is not asked any more; null: never"

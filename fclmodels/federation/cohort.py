@@ -25,7 +25,8 @@ class Cohort:
 
     memories: theirs after all exchanges so far. late: their replies to earlier rounds that have not arrived yet.
     aside: who is not asked any more. lost: who was lost in the last exchange, and why. refused: whose replies were, and
-    why. farthest: the longest update of the last exchange that was taken, in medians.
+    why. median, farthest: of the updates of the last exchange that were taken the median length, and the longest in
+    medians. usual_length: of updates in earlier rounds.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Cohort:
         checkpoints: Checkpoints,
         late: Mapping[int, Late] | None = None,
         aside: Collection[int] = (),
+        usual_length: float = 0.0,
     ) -> None:
         self.executor = executor
         self.task = task
@@ -45,7 +47,9 @@ class Cohort:
         self.aside = aside
         self.lost: dict[int, Loss] = {}
         self.refused: list[Refusal] = []
+        self.median: float | None = None
         self.farthest: float | None = None
+        self.usual_length = usual_length
         self.memories = dict(memories)
         self.late = dict(late or {})
         self.ledger = ledger
@@ -184,13 +188,14 @@ class Cohort:
         return inspection.look(reply, job.payload, self.executor.method.largest_weight(job.task))
 
     def _refuse(self, job: Job, replies: Replies, looks: Mapping[int, Look]) -> None:
-        faults = inspection.faults(looks, self._settings.inspection, partial(self._fits, job))
+        fits = partial(self._fits, job)
+        faults = inspection.faults(looks, self._settings.inspection, fits, self.usual_length)
         for client, fault in faults.items():
             self._refuse_lost_noise(client, f"sent a reply whose {fault.part} {fault.why}")
             replies.drop(client)
             self.ledger.refused(job, client, fault.part)
             self.refused.append(Refusal(job.round, client, fault))
-        self.farthest = inspection.farthest(looks, faults)
+        self.median, self.farthest = inspection.median_length(looks, faults), inspection.farthest(looks, faults)
 
     def _fits(self, job: Job, form: Form) -> bool:
         """Whether it has all that the method declares."""

@@ -4,8 +4,8 @@ By itself a reply must be finite, an update's tensors those of the model, a basi
 bases were sent, counts not negative, a weight one that a client can have, a prototype the moments of real numbers (no
 variance below 0), energies those of one input, and a sketch as long as they say. It must have the form that its method
 declares (parts, kinds, names, types, shapes), and in what is not declared the form of most. No size may be `largest`
-times the round's median: the length of an update, of running statistics' change, of a reference and of the samples in
-a prototype, the root of a layer's energy, a loss. Where w*x travels it is of x, so that many samples make no update
+times the round's median (of an update the largest median of the task's rounds so far): the length of an update, of
+running statistics' change, of a reference and of the samples in a prototype, the root of a layer's energy, a loss. Where w*x travels it is of x, so that many samples make no update
 long. Sketches and directions outside of a basis have no such bound: of honest clients the one with something new may
 have a thousand times the median. What fails is refused: it costs its bytes, is noted in the ledger, and counts against
 its client, who is set aside after `patience` of them.
@@ -105,9 +105,15 @@ def shape_of(part: Part, tensor: Tensor) -> tuple[int, ...]:
 
 
 def faults(
-    looks: Mapping[int, Look], settings: InspectionSettings, fits: Callable[[Form], bool] = lambda form: True
+    looks: Mapping[int, Look],
+    settings: InspectionSettings,
+    fits: Callable[[Form], bool] = lambda form: True,
+    usual_length: float = 0.0,
 ) -> dict[int, Fault]:
-    """Who is refused, and why; the same whoever answers first. fits: whether a form is that of the model."""
+    """Who is refused, and why; the same whoever answers first.
+
+    fits: whether a form is that of the method. usual_length: an update's in earlier rounds of the task.
+    """
     found = {client: seen.fault for client, seen in looks.items() if seen.fault}
     usual = usual_form([looks[client].form for client in looks.keys() - found.keys()], fits)
     for client in looks.keys() - found.keys():
@@ -118,18 +124,24 @@ def faults(
         elif looks[client].form != usual:
             differing = Fault(differing_part(looks[client].form, usual), "has another form than most")
             found[client] = differing if looks[client].form else Fault("reply", WITHHELD)
-    found |= far_out({client: seen for client, seen in looks.items() if client not in found}, settings.largest)
+    sound = {client: seen for client, seen in looks.items() if client not in found}
+    found |= far_out(sound, settings.largest, usual_length)
     return {client: found[client] for client in sorted(found)}
 
 
-def far_out(looks: Mapping[int, Look], largest: float | None) -> dict[int, Fault]:
-    """Of replies of one form those with a size that is more than so many times the median."""
+def far_out(looks: Mapping[int, Look], largest: float | None, usual_length: float) -> dict[int, Fault]:
+    """Of replies of one form those with a size that is more than so many times the median.
+
+    Where most of a round have nothing more to learn its median says nothing, and those that do would be refused: so an
+    update's is the largest of the task's rounds so far.
+    """
     found: dict[int, Fault] = {}
     if largest is None:
         return found
     for name in sorted({name for seen in looks.values() for name in seen.sizes}):
         sizes = {client: seen.sizes[name] for client, seen in looks.items() if name in seen.sizes}
-        middles = [median(of_all) for of_all in zip(*sizes.values(), strict=True)]
+        least = usual_length if name == UPDATE else 0.0
+        middles = [max(median(of_all), least) for of_all in zip(*sizes.values(), strict=True)]
         for client, of_it in sizes.items():
             times = max((size / middle for size, middle in zip(of_it, middles, strict=True) if middle), default=0.0)
             if times > largest:
@@ -163,12 +175,26 @@ def median(sizes: Iterable[float]) -> float:
     return some[(len(some) - 1) // 2] if some else 0.0
 
 
+def median_length(looks: Mapping[int, Look], without: Collection[int]) -> float | None:
+    """Of the updates that were taken."""
+    return to_three_digits(median(lengths_of(looks, without))) or None
+
+
 def farthest(looks: Mapping[int, Look], without: Collection[int]) -> float | None:
     """The longest update that was taken, in medians."""
-    taken = (seen.sizes for client, seen in looks.items() if client not in without)
-    lengths = [length for sizes in taken for length in sizes.get(UPDATE, ())]
+    lengths = lengths_of(looks, without)
     middle = median(lengths)
-    return float(f"{max(lengths) / middle:.3g}") if middle else None
+    return to_three_digits(max(lengths) / middle) if middle else None
+
+
+def lengths_of(looks: Mapping[int, Look], without: Collection[int]) -> list[float]:
+    taken = (seen.sizes for client, seen in looks.items() if client not in without)
+    return [length for sizes in taken for length in sizes.get(UPDATE, ())]
+
+
+def to_three_digits(number: float) -> float:
+    """The same wherever it was summed up."""
+    return float(f"{number:.3g}")
 
 
 def counted(server: Server, refusals: Collection[Refusal]) -> Server:

@@ -37,6 +37,7 @@ SCHEMA = {
     "missing": pl.Int32,
     "lost": pl.Int32,
     "refused": pl.Int32,
+    "median": pl.Float64,
     "farthest": pl.Float64,
     "loss": pl.Float64,
     "server_lr": pl.Float64,
@@ -90,7 +91,8 @@ def one_round(
     sample = partial(sample_clients, method, task, round, busy={*position.late, *aside})
     turnout = faults.turnout(method, task, round, position.late, sample)
     chosen = turnout.training
-    cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints, position.late)
+    usual = max((row["median"] or 0.0 for row in checkpoints.rounds.rows()), default=0.0)
+    cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints, position.late, usual_length=usual)
     if method.pooled_bytes is not None and round == 0:
         ledger.pooled(task, method.pooled_bytes(task))
     payload = method.payload(position.server)
@@ -111,6 +113,7 @@ def one_round(
         "answers": len(replies.clients),
         "lost": len(cohort.lost),
         "refused": len(cohort.refused),
+        "median": cohort.median,
         "farthest": cohort.farthest,
         "loss": replies.loss,
         "server_lr": method.server_lr(task),

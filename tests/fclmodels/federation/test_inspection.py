@@ -23,7 +23,7 @@ from fclmodels.federation.ledger import ledger_table
 from fclmodels.federation.messages import Block, Part, Payload, Reply
 from fclmodels.federation.rounds import learn, rounds_table
 from fclmodels.federation.server import Server
-from fclmodels.federation.soundness import longer_than_told
+from fclmodels.federation.soundness import length, longer_than_told
 from fclmodels.listener import Listener
 from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
@@ -296,6 +296,34 @@ def test_what_is_alike_among_honest_clients_is_held_to_the_median(parts: Callabl
     assert list(found) == [3]
     assert "times as long as the median" in found[3].why
     assert not inspection.faults(looks, InspectionSettings(largest=None))
+
+
+def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_learn(
+    method_of: Callable, tmp_path: Path
+) -> None:
+    """Most clients of a round with tiny updates: an update is held to the longest median of the task so far."""
+    looks = looks_of(*[update(1e-5)] * 3, update(1.0), update(100.0))
+    bound = InspectionSettings(largest=30.0)
+    assert list(inspection.faults(looks, bound)) == [3, 4]
+    assert list(inspection.faults(looks, bound, usual_length=looks[3].sizes["update"][0])) == [4]
+
+    lengths = [[1.0, 1.1, 1.2, 1.3], [1e-5, 1e-5, 1e-5, 1.0], [1e-5, 1e-5, 1e-5, 100.0]]
+
+    class Satisfied(FedAvg):
+        def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+            reply, memory = super().train(client, payload)
+            update = reply.parts["update"]
+            factor = lengths[client.round][client.index] * client.weight / length(update.tensors)
+            changed = replace(update, tensors={name: t * factor for name, t in update.tensors.items()})
+            return replace(reply, parts={**reply.parts, "update": changed}), memory
+
+    method = method_of(Satisfied, "federation.rounds=3")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    learn(method, method.setup(), {}, 0, Serial(method, 1), checkpoints, Listener())
+    rows = checkpoints.rounds.rows()
+    assert [row["refused"] for row in rows] == [0, 0, 1]
+    assert [row["median"] for row in rows] == [1.1, 1e-5, 1e-5]
+    checkpoints.close()
 
 
 def test_bases_of_any_number_of_columns_have_one_form() -> None:
