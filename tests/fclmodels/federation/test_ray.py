@@ -103,11 +103,16 @@ def all_ready(executor: RayCluster) -> None:
 
 @pytest.mark.slow
 def test_actors_and_nodes_that_are_lost_are_replaced_and_nothing_of_ours_is_pickled(
-    two_nodes: Any, on_ray: OnRay, ends_as_here: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_nodes: Any,
+    on_ray: OnRay,
+    ends_as_here: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """In one round a node and then the actor that is left, in the next an actor in the training of a client.
 
-    Then a node that joined, once it is used.
+    Then a node that joined, once it is used. Ray says nothing of it between our lines.
     """
     from ray._private.serialization import SerializationContext
     from ray._private.state import actors
@@ -136,6 +141,7 @@ def test_actors_and_nodes_that_are_lost_are_replaced_and_nothing_of_ours_is_pick
     assert sorted(used) == ["127.0.0.2", "127.0.0.4"]
     assert len(executor._actors) == 2
     assert not pickled
+    assert "raylet" not in "".join(capfd.readouterr())
     assert set(levels) == {1}
     two_nodes.add()
 
