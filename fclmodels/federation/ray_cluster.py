@@ -89,8 +89,8 @@ class RayCluster:
         deaths = Counter[int | None]()
         try:
             while left:
-                while chunks and (actor := self._least_busy()):
-                    actor.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
+                while chunks and (free := self._least_busy()):
+                    free.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
                 message, chunk = self._next_message(chunks, deaths)
                 if chunk is not None:
                     left -= len(chunk.clients)
