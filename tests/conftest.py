@@ -135,7 +135,8 @@ class TwoNodes:
     def __init__(self) -> None:
         cluster = pytest.importorskip("ray.cluster_utils").Cluster
         self.small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-        self.cluster = cluster(initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **self.small})
+        head = {"node_ip_address": "127.0.0.2", "_system_config": {"health_check_period_ms": 500}}
+        self.cluster = cluster(initialize_head=True, head_node_args=head | self.small)
         self.last = 2
         self.add()
 

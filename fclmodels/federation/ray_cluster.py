@@ -89,9 +89,8 @@ class RayCluster:
         deaths = Counter[int | None]()
         try:
             while left:
-                for actor in self._actors:
-                    while chunks and actor.ready and actor.chunks < AHEAD:
-                        actor.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
+                while chunks and (free := self._least_busy()):
+                    free.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
                 message, chunk = self._next_message(chunks, deaths)
                 if chunk is not None:
                     left -= len(chunk.clients)
@@ -107,6 +106,11 @@ class RayCluster:
 
     def _started(self) -> "Actor":
         return Actor(self.ray, self.ray.remote(Host).options(**self._options).remote(), self._set_up)
+
+    def _least_busy(self) -> "Actor | None":
+        """Who gets the next chunk: so none has its second one before all have their first."""
+        free = [actor for actor in self._actors if actor.ready and actor.chunks < AHEAD]
+        return min(free, key=lambda actor: actor.chunks, default=None)
 
     def _end_actors(self) -> None:
         for actor in self._actors:

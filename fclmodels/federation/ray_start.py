@@ -31,6 +31,8 @@ def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
         yield ray
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Whatever QUIET says, Ray prints to stdout here which node was lost, with twenty lines of that node's log.
+    vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
     with contextlib.ExitStack() as opened:
         if address is None:
             folder = tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True)

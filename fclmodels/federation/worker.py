@@ -1,6 +1,7 @@
 """The worker process of the `processes` executor: reads orders, runs clients, answers. Ends when its socket closes."""
 
 import json
+import os
 import socket
 import sys
 import traceback
@@ -90,3 +91,4 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
+    os._exit(0)  # whoever stops a worker waits for its end, and torch takes its time to be taken apart

@@ -21,6 +21,8 @@ from fclmodels.federation.cohort import Cohort
 from fclmodels.federation.executor import EVALUATIONS, Job
 from fclmodels.federation.inspection import form_of, shown
 from fclmodels.federation.messages import Reply
+from fclmodels.federation.ray_cluster import Actor, RayCluster
+from fclmodels.federation.ray_start import cluster
 from fclmodels.federation.secure import LOG
 from fclmodels.federation.server import Server
 from fclmodels.listener import Listener
@@ -32,7 +34,7 @@ Remains = Callable[[Path], dict[str, Any]]
 PARTIAL = ("federation.clients_per_round=2", "federation.checkpoint_seconds=0")
 SIZES = {(task, client): 6 + 2 * client for task in range(2) for client in range(4) if (task, client) != (1, 0)}
 METHODS = sorted(all_of("method"))
-ON_RAY = ("ewc", "fedprotip", "fot", "pip-l2p", "stamp")  # memories, questions at the end of a task, frozen networks
+EXECUTORS = ["serial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("processes", "ray"))]
 
 
 class Stopped(Exception):  # noqa: N818
@@ -107,36 +109,44 @@ def test_other_settings_declare_what_they_send(
         experiment_of("federation.rounds=1", *settings, method=method, splits=splits_of(val=2)).run(tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def kept_actors(two_nodes: object) -> Iterator[None]:
+    """Actors on two nodes that are not ended but set up again for the next experiment: their start takes seconds."""
+    idle: list[Any] = []
+    started = RayCluster._started
+
+    def taken(executor: RayCluster) -> Actor:
+        return Actor(executor.ray, idle.pop(), executor._set_up) if idle else started(executor)
+
+    with cluster() as ray, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayCluster, "_started", taken)
+        patch.setattr(ray, "kill", idle.append)
+        yield
+
+
+@pytest.fixture(params=EXECUTORS)
+def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Settings of an executor with two workers, where it has any."""
+    if request.param == "ray":
+        request.getfixturevalue("kept_actors")
+    return (f"federation.executor={request.param}", "federation.workers=2")
+
+
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
-    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path
+    run: Experiment,
+    workers: tuple[str, ...],
+    experiment_of: MakeExperiment,
+    splits: Splits,
+    remains: Remains,
+    tmp_path: Path,
 ) -> None:
-    """So it is deterministic too: two homes, the same bits. A method whose second task asks no client just runs."""
-    again, name = tmp_path / "again", type(run.method).name
+    """On each executor as `run` in this process, to the bit. A method whose second task asks no client just runs."""
+    settings = {"method": type(run.method).name, "splits": splits, "home": tmp_path / "again"}
     try:
-        experiment_of(*PARTIAL, method=name, splits=splits, home=again, listener=StopsIn()).run(tmp_path / "stopped")
+        experiment_of(*PARTIAL, *workers, **settings, listener=StopsIn()).run(tmp_path / "stopped")
     except Stopped:
-        experiment_of(*PARTIAL, method=name, splits=splits, home=again).run(tmp_path / "stopped")
+        experiment_of(*PARTIAL, *workers, **settings).run(tmp_path / "stopped")
     assert remains(tmp_path / "stopped") == remains(run.home / "run")
-
-
-@pytest.mark.slow
-def test_worker_processes_end_with_the_same_bits(
-    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path
-) -> None:
-    workers = ("federation.executor=processes", "federation.workers=2")
-    experiment_of(*PARTIAL, *workers, method=type(run.method).name, splits=splits).run(tmp_path / "workers")
-    assert remains(tmp_path / "workers") == remains(run.home / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ON_RAY, indirect=True)
-def test_actors_on_two_nodes_end_with_the_same_bits(
-    run: Experiment, experiment_of: MakeExperiment, splits: Splits, remains: Remains, tmp_path: Path, two_nodes: object
-) -> None:
-    name = type(run.method).name
-    with experiment_of(*PARTIAL, "federation.executor=ray", method=name, splits=splits) as experiment:
-        experiment.run(tmp_path / "actors")
-    assert remains(tmp_path / "actors") == remains(run.home / "run")
 
 
 def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(run: Experiment, splits: Splits) -> None:

@@ -1,6 +1,7 @@
 """Clients on a Ray cluster of two nodes end with the same bits as here, whatever dies; nothing of ours is pickled."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from fclmodels.federation import ray_cluster
 from fclmodels.federation.messages import Block
 from fclmodels.federation.ray_cluster import CHUNKS, RayCluster, chunks_of
 from fclmodels.federation.ray_start import cluster, refuse_silence
-from fclmodels.federation.replies import Replies, TreeSum
+from fclmodels.federation.replies import TreeSum
 from fclmodels.listener import Listener
 
 MakeExperiment = Callable[..., Experiment]
 Remains = Callable[[Path], dict[str, Any]]
+OnRay = Callable[..., tuple[Experiment, RayCluster]]
 
 ON_RAY = ("federation.executor=ray", "federation.workers=2")
 HARD = (
@@ -60,48 +62,88 @@ def serially(
     return run
 
 
-class KillsTheNode(Listener):
-    """In the middle of a round, and adds another in the next."""
+@pytest.fixture
+def on_ray(two_nodes: object, uneven: Splits, experiment_of: MakeExperiment) -> OnRay:
+    """An experiment on two actors, and its executor, which has not started them yet."""
 
-    def __init__(self, nodes: Any) -> None:
-        self.nodes = nodes
+    def make(*overrides: str, **further: Any) -> tuple[Experiment, RayCluster]:
+        experiment = experiment_of(*overrides, *ON_RAY, splits=uneven, **further)
+        assert isinstance(experiment.executor, RayCluster)
+        return experiment, experiment.executor
+
+    return make
+
+
+@pytest.fixture
+def ends_as_here(serially: Callable[..., dict[str, Any]], remains: Remains, tmp_path: Path) -> Callable[..., None]:
+    """Runs an experiment, which must leave what one with these settings does that ran in this process."""
+
+    def check(experiment: Experiment, *overrides: str) -> None:
+        experiment.run(tmp_path / "run")
+        assert remains(tmp_path / "run") == serially(*overrides, method=type(experiment.method).name)
+
+    return check
+
+
+class At(Listener):
+    """Does something at these moments: (task, round, clients that have answered)."""
+
+    def __init__(self, moments: dict[tuple[int, int, int], Callable[[], object]]) -> None:
+        self.moments = moments
 
     def client_done(self, task: int, round: int, done: int, of: int) -> None:
-        if (task, round, done) == (0, 0, 3):
-            self.nodes.kill()
-        if (task, round, done) == (0, 1, 3):
-            self.nodes.add()
+        if moment := self.moments.pop((task, round, done), None):
+            moment()
+
+
+def all_ready(executor: RayCluster) -> None:
+    starting = [actor.waiting[0][0] for actor in executor._actors if not actor.ready]
+    executor.ray.wait(starting, num_returns=len(starting), timeout=60)
 
 
 @pytest.mark.slow
-def test_a_worker_and_a_node_that_are_killed_are_replaced_and_nothing_of_ours_is_pickled(
+def test_actors_and_nodes_that_are_lost_are_replaced_and_nothing_of_ours_is_pickled(
     two_nodes: Any,
-    serially: Callable[..., dict[str, Any]],
-    uneven: Splits,
-    experiment_of: MakeExperiment,
-    remains: Remains,
+    on_ray: OnRay,
+    ends_as_here: Callable[..., None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The node in the first round, the worker in the second, in the training of a client."""
-    from ray._private.serialization import SerializationContext
+    """In one round a node and then the actor that is left, in the next an actor in the training of a client.
 
+    Then a node that joined, once it is used. Ray says nothing of it between our lines.
+    """
+    from ray._private.serialization import SerializationContext
+    from ray._private.state import actors
+
+    def at_work() -> list[dict[str, Any]]:
+        return [actors(actor.handle._actor_id.hex()) for actor in executor._actors if actor.begun]
+
+    used: list[str] = []
+    moments = {
+        (0, 0, 3): two_nodes.kill,
+        (0, 0, 7): lambda: os.kill(at_work()[0]["Pid"], signal.SIGKILL),
+        (0, 1, 3): two_nodes.add,
+        **dict.fromkeys(((1, 0, done) for done in range(3, 9)), lambda: all_ready(executor)),
+        (1, 1, 3): lambda: used.extend(actor["Address"]["IPAddress"] for actor in at_work()) or two_nodes.kill(),
+    }
     pickled: list[Any] = []
     for name in ("_serialize_to_pickle5", "_deserialize_pickle5_data"):
         monkeypatch.setattr(SerializationContext, name, lambda self, *what: pickled.append(what))
-    blocks: list[Block] = []
-    add = Replies.add_block
-    monkeypatch.setattr(Replies, "add_block", lambda replies, block: add(replies, block) or blocks.append(block))
+    levels: list[int] = []
+    monkeypatch.setattr(ray_cluster, "Block", lambda level, *of: levels.append(level) or Block(level, *of))
     trouble = ("methods.diary.trouble=one death", f"methods.diary.mark={tmp_path}/mark")
-    listener = KillsTheNode(two_nodes)
-    with experiment_of(*HARD, *ON_RAY, *trouble, method="diary", splits=uneven, listener=listener) as experiment:
-        experiment.run(tmp_path / "run")
-        assert isinstance(experiment.executor, RayCluster)
-        assert len(experiment.executor._actors) == 2
+    experiment, executor = on_ray(*HARD, *trouble, method="diary", listener=At(moments))
+    ends_as_here(experiment, *HARD)
+    assert not moments
     assert (tmp_path / "mark").exists()
+    assert sorted(used) == ["127.0.0.2", "127.0.0.4"]
+    assert len(executor._actors) == 2
     assert not pickled
-    assert {block.level for block in blocks} == {1}
-    assert remains(tmp_path / "run") == serially(*HARD, method="diary")
+    assert "raylet" not in "".join(capfd.readouterr())
+    assert set(levels) == {1}
+    two_nodes.add()
 
 
 @pytest.mark.slow
@@ -109,11 +151,8 @@ def test_a_worker_and_a_node_that_are_killed_are_replaced_and_nothing_of_ours_is
 def test_nodes_that_share_no_files_end_with_the_same_bits(
     method: str,
     overrides: tuple[str, ...],
-    two_nodes: Any,
-    serially: Callable[..., dict[str, Any]],
-    uneven: Splits,
-    experiment_of: MakeExperiment,
-    remains: Remains,
+    on_ray: OnRay,
+    ends_as_here: Callable[..., None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,29 +162,28 @@ def test_nodes_that_share_no_files_end_with_the_same_bits(
     """
     known = ray_cluster.set_up_of
     monkeypatch.setattr(ray_cluster, "set_up_of", lambda *given: known(*given) | {"splits": "/not/here", "home": ""})
-    with experiment_of(*overrides, *ON_RAY, method=method, splits=uneven) as experiment:
-        assert isinstance(experiment.executor, RayCluster)
-        experiment._workers_params.unlink()
-        experiment.run(tmp_path / "run")
-        assert len(experiment.executor._data) == 8
-    assert remains(tmp_path / "run") == serially(*overrides, method=method)
+    experiment, executor = on_ray(*overrides, method=method)
+    experiment._workers_params.unlink()
+    ends_as_here(experiment, *overrides)
+    assert len(executor._data) == 8
     if overrides == ATTACK:
         assert pl.read_parquet(tmp_path / "run" / "rounds.parquet")["refused"].sum() > 0
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_on_an_actor_surfaces(
-    two_nodes: Any,
-    uneven: Splits,
-    experiment_of: MakeExperiment,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_clients_of_a_round_run_on_two_actors(on_ray: OnRay, tmp_path: Path) -> None:
+    """Not one after another on the first: of those that are ready, the one with the fewest clients gets the next."""
+    listener = At({(0, 0, 1): lambda: all_ready(executor)})
+    experiment, executor = on_ray("federation.clients_per_round=2", method="fedavg", listener=listener)
+    experiment.run(tmp_path / "run")
+    assert [actor.begun for actor in executor._actors] == [True, True]
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_an_actor_surfaces(on_ray: OnRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(*settings: str) -> pytest.ExceptionInfo[Exception]:
-        with (
-            experiment_of(*HARD, *ON_RAY, *settings, method="diary", splits=uneven) as experiment,
-            pytest.raises((UserError, RuntimeError)) as error,
-        ):
+        experiment, _ = on_ray(*HARD, *settings, method="diary")
+        with experiment, pytest.raises((UserError, RuntimeError)) as error:
             experiment.run(tmp_path / "run")
         return error
 
