@@ -49,7 +49,7 @@ class Processes:
         }
         orders = [{"client": c, "memory": str(memories[c].absolute()) if c in memories else None} for c in clients]
         deaths: dict[int, int] = {}
-        busy = 0
+        busy, ended = 0, False
         try:
             with selectors.DefaultSelector() as selector:
                 for worker in self._started(min(self._count, len(clients))):
@@ -71,8 +71,9 @@ class Processes:
                         if answer is not None:
                             yield answer
                             worker.send({"taken": True})
+            ended = True
         finally:
-            if busy:  # interrupted: what these workers still answer belongs to no one
+            if not ended:  # interrupted: what these workers still answer, or wait for, belongs to no one
                 self.close()
 
     def close(self) -> None:
