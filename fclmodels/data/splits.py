@@ -20,7 +20,7 @@ from torch import Tensor
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.foreign import checked, read_array, read_json, read_table
-from fclmodels.kinds import kind_of
+from fclmodels.kinds import channels_of, kind_of
 
 FORMAT = 1
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
@@ -35,6 +35,7 @@ SCHEMA = pl.Schema(
         "split": pl.String,
     }
 )
+MOST_CLIENTS = 2**31 - 1  # that column can number
 # What stream.json says besides what the digest covers.
 NOT_DIGESTED = ("digest", "prepared")
 
@@ -69,7 +70,7 @@ class _Facts(BaseModel):
     tasks: tuple[_TaskFacts, ...]
     classes: tuple[str, ...]
     domains: tuple[str, ...]
-    clients: int
+    clients: PositiveInt = Field(le=MOST_CLIENTS)
     shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
     mean: tuple[FiniteFloat, ...]
     std: tuple[PositiveFloat, ...]
@@ -224,6 +225,8 @@ def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
         least = -1 if name == "client" else 0  # -1: everyone's
         if not manifest[name].is_between(least, limit - 1).fill_null(False).all():
             raise ValueError(f"the manifest has a {name} that is none of {limit}")
+    if not len(known.mean) == len(known.std) == channels_of(known.shape):
+        raise ValueError(f"mean and std are not of {channels_of(known.shape)} channels")
     if any(label >= counts["classes"] for task in known.tasks for label in task.classes):
         raise ValueError("a task has a class that there is not")
 
