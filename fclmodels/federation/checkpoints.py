@@ -15,6 +15,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, field_validator
 
 from fclmodels import state
+from fclmodels.backbones.batch_norm import STATISTICS
+from fclmodels.backbones.network import FROZEN, misfit
+from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError, unprintable
 from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
@@ -100,6 +103,17 @@ class Checkpoints:
             return Position(Server.from_tree(tree), memories, commit.round, late)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem
+
+    def of_model(self, spec: ModelSpec) -> Position | None:
+        """The last position that was committed; UserError where it is of another model."""
+        position = self.latest()
+        if position is None:
+            return None
+        server = position.server
+        # What never travels a server's weights may lack, and statistics that nobody keeps.
+        if server.spec != spec or misfit(spec, server.weights, lambda n: n.startswith(FROZEN) or n.endswith(STATISTICS)):
+            raise UserError(f"{self.folder} holds the state of another model. {self._remedy}")
+        return position
 
     def commit(self, position: Position) -> None:
         name = f"server-{position.round}.safetensors"

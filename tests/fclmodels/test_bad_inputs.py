@@ -459,13 +459,14 @@ def tried(form: Format, scratch: Path, examples: int) -> tuple[int, int]:
         shutil.rmtree(scratch, ignore_errors=True)
         form.spoil(scratch, data.draw)
         counts[0] += 1
-        told = ["a value"]
+        told, cause = ["a value"], None
         try:
             form.read(scratch)
         except UserError as mistake:
             counts[1] += 1
             told = str(mistake).splitlines()
-            assert not NO_MEMORY.search(repr((told, mistake.__cause__)))
+            cause = mistake.__cause__
+        assert not NO_MEMORY.search(repr((told, cause)))
         # Of settings each mistake is told, each in a line that begins with its place.
         assert len(told) == 1 or all(line.startswith(f"{scratch}/") for line in told), told
 
