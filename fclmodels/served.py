@@ -5,6 +5,7 @@ models of earlier tasks, where each has its own); serving.json names classes, ta
 what a person should know.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from fclmodels.backbones.norms import depends_on_batch
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.augment import as_inputs
 from fclmodels.data.batches import pixel_order
-from fclmodels.data.decoding import decode
+from fclmodels.data.decoding import MOST_PIXELS, decode
 from fclmodels.errors import UserError
 from fclmodels.federation.prediction import Columns
 from fclmodels.federation.server import Server
@@ -106,6 +107,8 @@ class Model:
         self.tasks: list[Row] = [task.model_dump() for task in facts.tasks]
         if len(self.tasks) != len(self.spec.tasks) or len(self.classes) < self.spec.seen:
             raise ValueError("serving.json and spec.json have other tasks or classes")
+        if math.prod(self.shape[1:]) > MOST_PIXELS:
+            raise ValueError(f"samples of {self.shape} are too large")
         if not len(self.mean) == len(self.std) == channels_of(self.shape):
             raise ValueError("serving.json has not one mean and std for each channel")
         if kind_of(self.shape) is TEXTS and any(task.permutation is not None for task in facts.tasks):

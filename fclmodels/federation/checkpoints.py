@@ -110,8 +110,7 @@ class Checkpoints:
         if position is None:
             return None
         server = position.server
-        # What never travels a server's weights may lack, and statistics that nobody keeps.
-        if server.spec != spec or misfit(spec, server.weights, lambda n: n.startswith(FROZEN) or n.endswith(STATISTICS)):
+        if server.spec != spec or misfit(spec, server.weights, _may_lack):
             raise UserError(f"{self.folder} holds the state of another model. {self._remedy}")
         return position
 
@@ -183,3 +182,8 @@ class Checkpoints:
         for file in self.folder.glob("server-*.safetensors"):
             if file.name != self._commit.server:
                 file.unlink()
+
+
+def _may_lack(name: str) -> bool:
+    """What of a network a server's weights can be without: what never travels, and statistics that nobody keeps."""
+    return name.startswith(FROZEN) or name.endswith(STATISTICS)

@@ -459,14 +459,13 @@ def tried(form: Format, scratch: Path, examples: int) -> tuple[int, int]:
         shutil.rmtree(scratch, ignore_errors=True)
         form.spoil(scratch, data.draw)
         counts[0] += 1
-        told, cause = ["a value"], None
+        told, cause = ["a value"], ""
         try:
             form.read(scratch)
         except UserError as mistake:
             counts[1] += 1
-            told = str(mistake).splitlines()
-            cause = mistake.__cause__
-        assert not NO_MEMORY.search(repr((told, cause)))
+            told, cause = str(mistake).splitlines(), repr(mistake.__cause__)
+        assert not NO_MEMORY.search(f"{told} {cause}")
         # Of settings each mistake is told, each in a line that begins with its place.
         assert len(told) == 1 or all(line.startswith(f"{scratch}/") for line in told), told
 
