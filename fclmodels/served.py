@@ -17,9 +17,9 @@ from pydantic import BaseModel, FiniteFloat, PositiveFloat
 from torch import Tensor
 
 from fclmodels import state
-from fclmodels.backbones.batch_norm import STATISTICS, drop_statistics
+from fclmodels.backbones.batch_norm import drop_statistics
 from fclmodels.backbones.network import Network, misfit, skeleton
-from fclmodels.backbones.norms import depends_on_batch
+from fclmodels.backbones.norms import BUFFERS, depends_on_batch
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.augment import as_inputs
 from fclmodels.data.batches import pixel_order
@@ -207,7 +207,7 @@ class Model:
 
 def _network(spec: ModelSpec, weights: dict[str, Tensor]) -> Network:
     tracked = any(name.endswith("running_mean") for name in weights)
-    if other := misfit(spec, weights, lambda name: not tracked and name.endswith(STATISTICS)):
+    if other := misfit(spec, weights, lambda name: not tracked and name.endswith(BUFFERS)):
         raise ValueError(f"{other!a} does not fit spec.json")
     network = skeleton(spec)
     if not tracked:

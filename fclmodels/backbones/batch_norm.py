@@ -20,8 +20,6 @@ SharedPolicy = Literal["average", "batch", "frozen"]
 # Where each task begins anew there is nothing from earlier tasks to keep or to freeze.
 FromScratch = Literal["average", "batch"]
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
 
 def drop_statistics(network: nn.Module) -> None:
     """Normalise by the batch's own statistics, in training and in evaluation."""

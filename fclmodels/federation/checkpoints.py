@@ -15,8 +15,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, field_validator
 
 from fclmodels import state
-from fclmodels.backbones.batch_norm import STATISTICS
 from fclmodels.backbones.network import FROZEN, misfit
+from fclmodels.backbones.norms import BUFFERS
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError, unprintable
 from fclmodels.federation.faults import Late
@@ -186,4 +186,4 @@ class Checkpoints:
 
 def _may_lack(name: str) -> bool:
     """What of a network a server's weights can be without: what never travels, and statistics that nobody keeps."""
-    return name.startswith(FROZEN) or name.endswith(STATISTICS)
+    return name.startswith(FROZEN) or name.endswith(BUFFERS)

@@ -73,6 +73,14 @@ def test_a_page_that_says_what_cannot_be_is_refused(what: str) -> None:
         parquet.refuse_absurd(content.replace(there, instead))
 
 
+def test_a_page_that_says_that_it_unpacks_to_any_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = written(FLAT)
+    parquet.refuse_absurd(content)
+    monkeypatch.setattr(parquet, "MOST_PACKED", 0)
+    with pytest.raises(ValueError, match="page's header is spoilt"):
+        parquet.refuse_absurd(content)
+
+
 @pytest.mark.parametrize("what", FOOTERS)
 def test_a_footer_that_is_none_is_refused(what: str) -> None:
     footer = FOOTERS[what]

@@ -77,7 +77,8 @@ def read_idx(path: Path) -> np.ndarray:
             count = math.prod(shape)
             if count > MOST_VALUES or math.prod(shape[1:3]) > MOST_PIXELS:
                 raise UserError(f"{path} says that it holds {' x '.join(map(str, shape))} values. That is too many.")
-            values = bytearray()  # room for what is there, be it less than was said or, of a packed file, any more
+            # Room is made for what is there: less than the header says, perhaps, or in a packed file any amount more.
+            values = bytearray()
             while len(values) <= count and (piece := file.read(min(count + 1 - len(values), PIECE))):
                 values += piece
             if len(shape) != start[3] or len(values) != count:
