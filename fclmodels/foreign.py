@@ -8,20 +8,30 @@ import json
 import os
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
 from PIL import Image
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, unprintable
 from fclmodels.parquet import refuse_absurd
 
 # Those of image_folder.SUFFIXES. Pillow goes by the content, and knows formats that start other programs (EPS).
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def _printable(text: str) -> str:
+    if unprintable(text):
+        raise ValueError(f"{text!a} cannot be printed")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+"""Of names and paths that errors will tell."""
 
 
 def inside(root: Path, name: str) -> Path:

@@ -27,7 +27,7 @@ from fclmodels.data.decoding import MOST_PIXELS, decode
 from fclmodels.errors import UserError
 from fclmodels.federation.prediction import Columns
 from fclmodels.federation.server import Server
-from fclmodels.foreign import checked, open_image, read_json
+from fclmodels.foreign import Text, checked, open_image, read_json
 from fclmodels.kinds import TEXTS, channels_of, kind_of
 from fclmodels.methods.base import Method
 from fclmodels.numerics.relevance import Router, relevance
@@ -69,18 +69,18 @@ def write(method: Method, server: Server, folder: Path) -> dict[str, Tensor]:
 
 
 class _TaskFacts(BaseModel):
-    name: str
+    name: Text
     permutation: int | None
 
 
 class _Facts(BaseModel):
     """What serving.json says, as far as answers need it."""
 
-    classes: list[str]
+    classes: list[Text]
     tasks: list[_TaskFacts]
     mean: list[FiniteFloat]
     std: list[PositiveFloat]
-    notes: list[str]
+    notes: list[Text]
 
 
 class Model:

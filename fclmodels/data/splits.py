@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
-from fclmodels.foreign import checked, read_array, read_json, read_table
+from fclmodels.foreign import Text, checked, read_array, read_json, read_table
 from fclmodels.kinds import channels_of, kind_of
 
 FORMAT = 1
@@ -56,7 +56,7 @@ class Task:
 
 
 class _TaskFacts(BaseModel):
-    name: str
+    name: Text
     classes: tuple[NonNegativeInt, ...]
     permutation: int | None
     classes_by_client: dict[str, tuple[NonNegativeInt, ...]] | None = None
@@ -68,13 +68,13 @@ class _Facts(BaseModel):
     kind: str
     head: Literal["growing", "per-task"]
     tasks: tuple[_TaskFacts, ...]
-    classes: tuple[str, ...]
-    domains: tuple[str, ...]
+    classes: tuple[Text, ...]
+    domains: tuple[Text, ...]
     clients: PositiveInt = Field(le=MOST_CLIENTS)
     shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
     mean: tuple[FiniteFloat, ...]
     std: tuple[PositiveFloat, ...]
-    prepared: str
+    prepared: Text
     prepared_digest: str
 
 

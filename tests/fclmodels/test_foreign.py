@@ -278,6 +278,7 @@ def test_a_spec_that_asks_for_more_than_its_weights_is_refused(
 ROUTER = {"bases": [torch.ones(2, 1)] * 2, "references": torch.ones(1, 2, 2), "known": torch.ones(1, 2) > 0}
 MISFITS: dict[str, dict[str, Any]] = {
     "no mean": {"mean": []},
+    "a class in two lines": {"classes": ["a", "b\nc"]},
     "a deviation too many": {"std": [0.5, 0.5]},
     "a basis too few": {"router": ROUTER | {"bases": [torch.ones(2, 1)]}},
     "bases of other features": {"router": ROUTER | {"bases": [torch.ones(3, 1)] * 2}},
@@ -305,7 +306,9 @@ def test_files_of_a_model_that_do_not_fit_each_other_are_refused(
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("change", [{"clients": 2**63}, {"clients": 0}, {"mean": []}, {"std": [0.5, 0.5]}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"clients": 2**63}, {"clients": 0}, {"mean": []}, {"std": [0.5, 0.5]}, {"prepared": "a\nb"}], ids=str
+)
 def test_facts_that_do_not_fit_the_splits_are_refused(
     change: dict[str, Any], write_splits_into: Callable[..., Splits], tmp_path: Path
 ) -> None:
