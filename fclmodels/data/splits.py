@@ -218,6 +218,8 @@ def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
     """ValueError where rows are of no sample, class, task or client that there is, or facts are of another kind."""
     if manifest.schema != SCHEMA or manifest.is_empty():
         raise ValueError(f"the manifest has not the columns {', '.join(SCHEMA)}, or no rows")
+    if any(column.has_nulls() for column in manifest):
+        raise ValueError("the manifest has empty places")
     known = checked(_Facts, facts)
     counts = {name: len(getattr(known, name)) for name in ("classes", "domains", "tasks")}
     limits = {"label": counts["classes"], "domain": counts["domains"], "task": counts["tasks"], "client": known.clients}

@@ -24,7 +24,7 @@ from fclmodels.data.prepare import prepare
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.data.sources.image_folder import ImageFolder
 from fclmodels.data.sources.image_table import ImageTable
-from fclmodels.data.splits import Splits, content_digest
+from fclmodels.data.splits import Splits, content_digest, read, refuse_unfit
 from fclmodels.errors import UserError
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.server import Server
@@ -320,6 +320,14 @@ def test_facts_that_do_not_fit_the_splits_are_refused(
     with pytest.raises(UserError, match="cannot be read") as told:
         Splits.open(folder)
     assert "\n" not in str(told.value)
+
+
+def test_a_manifest_has_no_empty_places(write_splits_into: Callable[..., Splits], tmp_path: Path) -> None:
+    folder = write_splits_into(tmp_path).folder
+    facts, manifest = read(folder)
+    for column in manifest.columns:
+        with pytest.raises(ValueError, match="empty places"):
+            refuse_unfit(manifest.with_columns(pl.lit(None, manifest[column].dtype).alias(column)), facts)
 
 
 @pytest.mark.parametrize(
