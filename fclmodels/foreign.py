@@ -8,20 +8,30 @@ import json
 import os
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
 from PIL import Image
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
-from fclmodels.errors import UserError
+from fclmodels.errors import UserError, unprintable
+from fclmodels.parquet import refuse_absurd
 
 # Those of image_folder.SUFFIXES. Pillow goes by the content, and knows formats that start other programs (EPS).
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-MOST_ROWS = 50_000_000
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def _printable(text: str) -> str:
+    if unprintable(text):
+        raise ValueError(f"{text!a} cannot be printed")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+"""Of names and paths that errors will tell."""
 
 
 def inside(root: Path, name: str) -> Path:
@@ -40,14 +50,17 @@ def open_image(path: Path | str) -> Image.Image:
 
 
 def read_table(path: Path) -> pl.DataFrame:
-    """A Parquet file, whose name is no pattern; ValueError or OSError where it cannot be read."""
+    """A Parquet file; ValueError or OSError where it cannot be read."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path.name} is no file")
+    return table_of(path.read_bytes())
+
+
+def table_of(content: bytes) -> pl.DataFrame:
+    """The table that a Parquet file's bytes hold; ValueError where they hold none."""
+    refuse_absurd(content)
     try:
-        rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
-        if rows > MOST_ROWS:
-            raise ValueError(f"{rows:,} rows are too many")
-        return pl.read_parquet(path, glob=False)
+        return pl.read_parquet(content)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as problem:
         reason = str(problem).partition("\n")[0] or type(problem).__name__
         raise ValueError(reason) from problem

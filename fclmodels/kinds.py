@@ -23,5 +23,10 @@ IMAGES = Kind("images", "images.npy", np.dtype(np.uint8))
 TEXTS = Kind("texts", "tokens.npy", np.dtype(np.int32))
 
 
+def channels_of(shape: Sequence[int]) -> int:
+    """How many means and deviations normalise a sample; token ids are not normalised."""
+    return 0 if kind_of(shape) is TEXTS else shape[0]
+
+
 def kind_of(shape: Sequence[int]) -> Kind:
     return TEXTS if len(shape) == 2 else IMAGES

@@ -5,6 +5,8 @@ models of earlier tasks, where each has its own); serving.json names classes, ta
 what a person should know.
 """
 
+import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,17 @@ from torch import Tensor
 
 from fclmodels import state
 from fclmodels.backbones.batch_norm import drop_statistics
-from fclmodels.backbones.network import Network, backbone_shapes, skeleton
-from fclmodels.backbones.norms import depends_on_batch
+from fclmodels.backbones.network import Network, misfit, skeleton
+from fclmodels.backbones.norms import BUFFERS, depends_on_batch
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.augment import as_inputs
 from fclmodels.data.batches import pixel_order
-from fclmodels.data.decoding import decode
+from fclmodels.data.decoding import MOST_PIXELS, decode
 from fclmodels.errors import UserError
 from fclmodels.federation.prediction import Columns
 from fclmodels.federation.server import Server
-from fclmodels.foreign import checked, open_image, read_json
-from fclmodels.kinds import TEXTS, kind_of
+from fclmodels.foreign import Text, checked, open_image, read_json
+from fclmodels.kinds import TEXTS, channels_of, kind_of
 from fclmodels.methods.base import Method
 from fclmodels.numerics.relevance import Router, relevance
 from fclmodels.sealed import refuse_changed
@@ -67,18 +69,18 @@ def write(method: Method, server: Server, folder: Path) -> dict[str, Tensor]:
 
 
 class _TaskFacts(BaseModel):
-    name: str
+    name: Text
     permutation: int | None
 
 
 class _Facts(BaseModel):
     """What serving.json says, as far as answers need it."""
 
-    classes: list[str]
+    classes: list[Text]
     tasks: list[_TaskFacts]
     mean: list[FiniteFloat]
     std: list[PositiveFloat]
-    notes: list[str]
+    notes: list[Text]
 
 
 class Model:
@@ -105,15 +107,25 @@ class Model:
         self.tasks: list[Row] = [task.model_dump() for task in facts.tasks]
         if len(self.tasks) != len(self.spec.tasks) or len(self.classes) < self.spec.seen:
             raise ValueError("serving.json and spec.json have other tasks or classes")
+        if math.prod(self.shape[1:]) > MOST_PIXELS:
+            raise ValueError(f"samples of {self.shape} are too large")
+        if not len(self.mean) == len(self.std) == channels_of(self.shape):
+            raise ValueError("serving.json has not one mean and std for each channel")
+        if kind_of(self.shape) is TEXTS and any(task.permutation is not None for task in facts.tasks):
+            raise ValueError("the order of pixels is given for texts")
         earlier, router = folder / "earlier.safetensors", folder / "router.safetensors"
         before = state.load(earlier)["models"] if earlier.exists() else []
         weights = [*before, state.load(folder / "weights.safetensors")]
-        first = len(self.spec.tasks) - len(before)
+        if before and len(weights) != len(self.tasks):
+            raise ValueError(f"there are {len(weights)} models for {len(self.tasks)} tasks")
+        first = len(self.tasks) - len(before)
         self.networks = [_network(_first_tasks(self.spec, first + n), w) for n, w in enumerate(weights)]
         device = torch.device("cpu")
         self.columns = Columns.by_task(self.spec, device) if before else Columns.of(self.spec, device)
         self.of_task = self.columns.of_tasks(self.spec.tasks)
         self.router = Router.from_tree(state.load(router)) if router.exists() else None
+        if self.router and self.router.sizes != (len(self.tasks), self.networks[0].backbone.features):
+            raise ValueError("router.safetensors is of other tasks or features")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,11 +206,11 @@ class Model:
 
 
 def _network(spec: ModelSpec, weights: dict[str, Tensor]) -> Network:
-    wanted = backbone_shapes(spec)  # may be more than there is memory for: what there is has to fit them first
-    if other := [name for name, tensor in weights.items() if wanted.get(name, tensor.shape) != tensor.shape]:
-        raise ValueError(f"{other[0]} does not fit spec.json")
+    tracked = any(name.endswith("running_mean") for name in weights)
+    if other := misfit(spec, weights, lambda name: not tracked and name.endswith(BUFFERS)):
+        raise ValueError(f"{other!a} does not fit spec.json")
     network = skeleton(spec)
-    if not any(name.endswith("running_mean") for name in weights):
+    if not tracked:
         drop_statistics(network)
     network.load_state_dict(weights)
     return network.eval()
@@ -211,7 +223,8 @@ def _first_tasks(spec: ModelSpec, count: int) -> ModelSpec:
 def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray:
     channels, height, width = shape
     try:
-        with open_image(file) as image:
+        # What Pillow remarks on a damaged file is either why it is refused or of no consequence for the pixels.
+        with warnings.catch_warnings(action="ignore"), open_image(file) as image:
             return decode(image, (width, height), channels)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file.") from None

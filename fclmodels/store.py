@@ -15,6 +15,7 @@ import polars as pl
 
 from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.foreign import table_of
 from fclmodels.sealed import read_sealed
 from fclmodels.state import Tree
 
@@ -64,7 +65,10 @@ class Store:
         content = self._existing(digest).read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
-        return pl.read_parquet(io.BytesIO(content))
+        try:
+            return table_of(content)
+        except ValueError as problem:
+            raise UserError(f"{self.path(digest)} cannot be read ({problem}). {_REMEDY}") from problem
 
     def record(self, key: str, outcome: dict[str, Tree]) -> None:
         """Remember what came of the step with this key: JSON that names objects by digest."""

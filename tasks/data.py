@@ -23,6 +23,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment import digest_of
 from fclmodels.fingerprint import source_closure
+from fclmodels.foreign import read_json
 from fclmodels.params import flat
 from fclmodels.settings import Params
 from fclmodels.state import write_json
@@ -49,8 +50,8 @@ class Origin:
     def differs_from(self, folder: Path) -> list[str]:
         """In what the folder differs from this."""
         try:
-            noted = json.loads((folder / NOTE).read_text())
-        except (OSError, ValueError):
+            noted = dict(read_json(folder / NOTE))
+        except (OSError, ValueError, TypeError):
             return [f"no {NOTE}"]
         return sorted(k for k in {**noted, **self.facts} if noted.get(k) != self.facts.get(k))
 
@@ -142,9 +143,9 @@ def _is_whole(refuse: Callable[[Path], None], folder: Path) -> bool:
 def _prepared_is_there(splits: Path) -> bool:
     """Whether the samples that the splits number are still the ones that they were made from."""
     try:
-        facts = json.loads((splits / "stream.json").read_text())
+        facts = read_json(splits / "stream.json")
         return Prepared.open(splits / facts["prepared"]).meta.digest == facts["prepared_digest"]
-    except (OSError, ValueError, KeyError, UserError):
+    except (OSError, ValueError, LookupError, TypeError, UserError):
         return False
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import mlflow
 import numpy as np
 import pandas as pd
-import polars as pl
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
@@ -21,6 +20,7 @@ from fclmodels import report
 from fclmodels.kinds import TEXTS, kind_of
 from fclmodels.metrics import confusion_matrix, in_order, matrix, shares_of_rows
 from fclmodels.report import words
+from fclmodels.report.runs import read_table
 from fclmodels.served import Model
 
 SERVED = Path(__file__).with_name("served.py")
@@ -77,10 +77,10 @@ def show_tables(client: MlflowClient, run: str, names: Sequence[str]) -> None:
 
 def matrices_of(folder: Path) -> dict[str, Matrix]:
     """The accuracy matrix and, by each reading in which a method predicts tasks, which one was taken for which."""
-    accuracies = matrix(pl.read_parquet(folder / "accuracy.parquet"), READING)
+    accuracies = matrix(read_table(folder, "accuracy"), READING)
     matrices = {ACCURACY: Matrix(f"accuracy in %, {_title(READING)}", "tasks learned", 0, "task", accuracies)}
     if (folder / "confusion.parquet").is_file():
-        confusion = pl.read_parquet(folder / "confusion.parquet")
+        confusion = read_table(folder, "confusion")
         for reading in in_order(confusion["reading"]):
             shares = shares_of_rows(confusion_matrix(confusion, reading, accuracies.shape[1]))
             title = f"% of a task's samples\n{_title(reading)}"

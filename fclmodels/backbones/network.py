@@ -1,5 +1,6 @@
 """A backbone and its heads as one network, built from a spec and a seed."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -77,10 +78,24 @@ def blocks(spec: ModelSpec, network: Network, setting: str) -> tuple[str, ...]:
     return tuple(spec.settings.get(setting, ()))
 
 
-def backbone_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """The shape of each tensor of a network's backbone; none is made."""
+def misfit(spec: ModelSpec, weights: Mapping[str, Tensor], may_lack: Callable[[str], bool]) -> str | None:
+    """The first tensor that keeps these weights from being a network's of this spec, if there is one.
+
+    None is made for that: a spec may ask for more than there is memory for.
+    """
+    wanted, found = _shapes(spec), {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    right = {name: shape for name, shape in wanted.items() if name in found or not may_lack(name)}
+    return next((name for name in (*found, *right) if found.get(name) != right.get(name)), None)
+
+
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a network."""
     with torch.device("meta"):
-        return {f"backbone.{name}": tensor.shape for name, tensor in _backbone(spec, seed=0).state_dict().items()}
+        backbone = _backbone(spec, seed=0)
+    wanted = {f"backbone.{name}": tuple(tensor.shape) for name, tensor in backbone.state_dict().items()}
+    for head, labels in enumerate(spec.head_labels):
+        wanted |= {f"heads.{head}.weight": (len(labels), backbone.features), f"heads.{head}.bias": (len(labels),)}
+    return wanted
 
 
 def _assemble(spec: ModelSpec, seed: int) -> Network:

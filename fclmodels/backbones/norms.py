@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Norm = Literal["batch", "batch-no-stats", "group", "none"]
 STATISTICS = ("running_mean", "running_var")
+BUFFERS = (*STATISTICS, "num_batches_tracked")
 
 
 class BatchNorm(nn.BatchNorm2d):

@@ -41,7 +41,7 @@ class Vit(Backbone):
     class Settings(BackboneSettings):
         patch: PositiveInt = Field(4, description="side of a patch in pixels, which divides the images' sides")
         width: PositiveInt = Field(192, description="D, the width of a token; features are as many")
-        depth: PositiveInt = Field(6, description="number of layers, each attention and a perceptron")
+        depth: PositiveInt = Field(6, le=1000, description="number of layers, each attention and a perceptron")
         attention_heads: PositiveInt = Field(3, description="heads of the attention, which divide the width")
         mlp_width: PositiveInt = Field(768, description="hidden units of each layer's perceptron")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.norms import counter_names
+from fclmodels.backbones.norms import BUFFERS, counter_names
 from fclmodels.errors import UserError
 
 PASSED_OVER = ("fc.", "head.", "heads.", "prompts.")
@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _unused_statistics(backbone: FeatureNet) -> set[str]:
     """Running statistics that a file may have for batch norms which keep none."""
     stateless = [name for name, m in backbone.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
-    return {f"{name}.{part}" for name in stateless for part in ("running_mean", "running_var", "num_batches_tracked")}
+    return {f"{name}.{part}" for name in stateless for part in BUFFERS}
 
 
 def _misfit(backbone: FeatureNet, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str | None:

@@ -169,6 +169,9 @@ def joined(parts: Sequence[Part]) -> tuple[pl.DataFrame, dict[str, Any]]:
     labels: dict[str, int] = {}
     rows, tasks, behind = [], [], 0
     for task, part in enumerate(parts):
+        last = int(part.manifest["sample"].to_numpy().max())
+        if part.prepared.array.shape[1:] != tuple(first["shape"]) or last >= len(part.prepared.array):
+            raise UserError(f"{part.folder} does not fit the other parts. Get it back as it was: dvc checkout.")
         own = [labels.setdefault(name, len(labels)) for name in part.facts["classes"]]
         tasks.append({**part.facts["tasks"][0], "classes": own})
         rows.append(

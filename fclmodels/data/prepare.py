@@ -73,6 +73,9 @@ class Prepared:
         found, right = (array.dtype, array.shape), (kind_of(meta.shape).dtype, (len(samples), *meta.shape))
         if found != right:
             raise UserError(f"{file} holds {found[0]} {found[1]}, not {right[0]} {right[1]}. {AGAIN}")
+        for column, names in {"label": meta.classes, "domain": meta.domains}.items():
+            if not samples[column].is_between(0, len(names) - 1).fill_null(False).all():
+                raise UserError(f"{folder / 'samples.parquet'} has a {column} that is none of {len(names)}. {AGAIN}")
         return cls(folder, meta, array, samples)
 
     def verify(self) -> None:

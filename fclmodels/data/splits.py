@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
-from fclmodels.foreign import checked, read_array, read_json, read_table
-from fclmodels.kinds import kind_of
+from fclmodels.foreign import Text, checked, read_array, read_json, read_table
+from fclmodels.kinds import channels_of, kind_of
 
 FORMAT = 1
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
@@ -35,6 +35,7 @@ SCHEMA = pl.Schema(
         "split": pl.String,
     }
 )
+MOST_CLIENTS = 2**31 - 1  # that column can number
 # What stream.json says besides what the digest covers.
 NOT_DIGESTED = ("digest", "prepared")
 
@@ -55,7 +56,7 @@ class Task:
 
 
 class _TaskFacts(BaseModel):
-    name: str
+    name: Text
     classes: tuple[NonNegativeInt, ...]
     permutation: int | None
     classes_by_client: dict[str, tuple[NonNegativeInt, ...]] | None = None
@@ -67,13 +68,13 @@ class _Facts(BaseModel):
     kind: str
     head: Literal["growing", "per-task"]
     tasks: tuple[_TaskFacts, ...]
-    classes: tuple[str, ...]
-    domains: tuple[str, ...]
-    clients: int
+    classes: tuple[Text, ...]
+    domains: tuple[Text, ...]
+    clients: PositiveInt = Field(le=MOST_CLIENTS)
     shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
     mean: tuple[FiniteFloat, ...]
     std: tuple[PositiveFloat, ...]
-    prepared: str
+    prepared: Text
     prepared_digest: str
 
 
@@ -217,6 +218,8 @@ def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
     """ValueError where rows are of no sample, class, task or client that there is, or facts are of another kind."""
     if manifest.schema != SCHEMA or manifest.is_empty():
         raise ValueError(f"the manifest has not the columns {', '.join(SCHEMA)}, or no rows")
+    if any(column.has_nulls() for column in manifest):
+        raise ValueError("the manifest has empty places")
     known = checked(_Facts, facts)
     counts = {name: len(getattr(known, name)) for name in ("classes", "domains", "tasks")}
     limits = {"label": counts["classes"], "domain": counts["domains"], "task": counts["tasks"], "client": known.clients}
@@ -224,6 +227,8 @@ def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
         least = -1 if name == "client" else 0  # -1: everyone's
         if not manifest[name].is_between(least, limit - 1).fill_null(False).all():
             raise ValueError(f"the manifest has a {name} that is none of {limit}")
+    if not len(known.mean) == len(known.std) == channels_of(known.shape):
+        raise ValueError(f"mean and std are not of {channels_of(known.shape)} channels")
     if any(label >= counts["classes"] for task in known.tasks for label in task.classes):
         raise ValueError("a task has a class that there is not")
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, field_validator
 
 from fclmodels import state
+from fclmodels.backbones.network import FROZEN, misfit
+from fclmodels.backbones.norms import BUFFERS
+from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError, unprintable
 from fclmodels.federation.faults import Late
 from fclmodels.federation.log import Log
@@ -101,6 +104,16 @@ class Checkpoints:
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem
 
+    def of_model(self, spec: ModelSpec) -> Position | None:
+        """The last position that was committed; UserError where it is of another model."""
+        position = self.latest()
+        if position is None:
+            return None
+        server = position.server
+        if server.spec != spec or misfit(spec, server.weights, _may_lack):
+            raise UserError(f"{self.folder} holds the state of another model. {self._remedy}")
+        return position
+
     def commit(self, position: Position) -> None:
         name = f"server-{position.round}.safetensors"
         state.save(position.server.to_tree(), self.folder / name)
@@ -169,3 +182,8 @@ class Checkpoints:
         for file in self.folder.glob("server-*.safetensors"):
             if file.name != self._commit.server:
                 file.unlink()
+
+
+def _may_lack(name: str) -> bool:
+    """What of a network a server's weights can be without: what never travels, and statistics that nobody keeps."""
+    return name.startswith(FROZEN) or name.endswith(BUFFERS)

@@ -61,7 +61,7 @@ def learn(
 ) -> Position:
     """All rounds of a task, going on from the last checkpoint if there is one."""
     rounds = method.run.rounds(task)
-    position = checkpoints.latest() or Position(method.start_task(server, task), memories, 0)
+    position = checkpoints.of_model(method.run.spec(task + 1)) or Position(method.start_task(server, task), memories, 0)
     ledger = open_ledger(method, checkpoints)
     listener.task_started(task, rounds)
     while position.round < rounds:

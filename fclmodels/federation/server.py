@@ -28,4 +28,10 @@ class Server:
 
     @classmethod
     def from_tree(cls, tree: Tree) -> "Server":
-        return cls(**{**tree, "spec": ModelSpec.from_json(tree["spec"])})
+        """ValueError, LookupError or TypeError where the tree is no server's."""
+        server = cls(**{**tree, "spec": ModelSpec.from_json(tree["spec"])})
+        whole = all(isinstance(weight, Tensor) for weight in server.weights.values())
+        counts = all(type(count) is int for count in (server.task, *server.refused.values()))
+        if not (whole and counts and isinstance(server.knowledge, dict)):
+            raise ValueError("a server has weights, the number of a task and knowledge by name")
+        return server

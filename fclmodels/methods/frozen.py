@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from fclmodels import state
@@ -30,6 +31,7 @@ from fclmodels.federation.messages import Part, outline
 from fclmodels.federation.run import Run
 from fclmodels.federation.server import Server
 from fclmodels.fingerprint import source_closure
+from fclmodels.foreign import checked, read_json
 from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.plugins import find
@@ -194,7 +196,18 @@ class Frozen(FedAvg):
 def classes_on_card(weights: Path) -> set[str]:
     """What weights were trained on, where fcl pretrain's card lies beside them."""
     card = weights.with_name("card.json")
-    return set(json.loads(card.read_text()).get("classes", ())) if card.is_file() else set()
+    try:
+        return set(checked(_Card, read_json(card)).classes) if card.is_file() else set()
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{card} cannot be read ({problem}). Delete it, or get back what fcl pretrain wrote."
+        ) from problem
+
+
+class _Card(BaseModel):
+    """What it says of classes."""
+
+    classes: list[str] = []
 
 
 def backbone_of(network: Network) -> Adapted:

@@ -26,6 +26,20 @@ class Router:
     references: Tensor
     known: Tensor
 
+    def __post_init__(self) -> None:
+        tasks, clients = len(self.bases), len(self.references)
+        fits = self.references.shape == (clients, tasks, tasks) and self.known.shape == (clients, tasks) and clients > 0
+        if not fits or len({len(basis) for basis in self.bases}) != 1 or any(basis.ndim != 2 for basis in self.bases):
+            raise ValueError("bases, references and who knows them are not of the same tasks, clients and features")
+        kinds = {*(basis.is_floating_point() for basis in self.bases), self.references.is_floating_point()}
+        if kinds != {True} or self.known.dtype != torch.bool:
+            raise ValueError("bases and references are no numbers")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tasks T and features F."""
+        return len(self.bases), len(self.bases[0])
+
     def sample_scores(self, features: Tensor) -> Tensor:
         """[B, T] from the features [B, F]; a sample's highest score is its predicted task."""
         return scores(relevance(features, self.bases), self.references, self.known)

@@ -28,17 +28,19 @@ from fclmodels import params, state
 from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.backbones.weights import read_tensors
-from fclmodels.data.growing import GrowingStream, joined
+from fclmodels.data.growing import GrowingStream, assembled
 from fclmodels.data.incoming import MARKER, Arrived
-from fclmodels.data.prepare import Prepared, prepare
+from fclmodels.data.prepare import Prepared, digest, prepare
 from fclmodels.data.sources.digits import Digits
 from fclmodels.data.sources.idx import Idx
 from fclmodels.data.sources.tsv import Part, read_data_set
+from fclmodels.data.split import split
 from fclmodels.data.splits import Splits, content_digest
+from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.server import Server
-from fclmodels.foreign import FORMATS
+from fclmodels.foreign import FORMATS, table_of
 from fclmodels.numerics.relevance import Router
 from fclmodels.plugins import find
 from fclmodels.report.runs import read_run
@@ -208,14 +210,15 @@ def some_splits(home: Path, write: Callable[..., Splits]) -> Format:
             splits.test_rows(task.index, 0)
             [splits.classes[label] for label in rows.labels]
 
-    def mend(folder: Path) -> None:
-        file = folder / "splits" / "stream.json"
-        facts = json.loads(file.read_text())
-        facts["digest"] = content_digest(pl.read_parquet(folder / "splits" / "manifest.parquet"), facts)
-        file.write_text(json.dumps(facts))
-
     files = ("splits/stream.json", "splits/manifest.parquet", "prepared/meta.json", "prepared/images.npy")
-    return Format(home, files, read, mend)
+    return Format(home, files, read, lambda folder: digested(folder / "splits"))
+
+
+def digested(splits: Path) -> None:
+    """The digest of these splits made anew."""
+    facts = json.loads((splits / "stream.json").read_text())
+    facts["digest"] = content_digest(table_of((splits / "manifest.parquet").read_bytes()), facts)
+    (splits / "stream.json").write_text(json.dumps(facts))
 
 
 def prepared_data(home: Path) -> Format:
@@ -224,7 +227,19 @@ def prepared_data(home: Path) -> Format:
     few.catalogue = lambda: type(catalogue)(**{**vars(catalogue), "samples": catalogue.samples[:40]})  # type: ignore[method-assign]
     prepare(few, home / "data")
     files = ("data/meta.json", "data/samples.parquet", "data/images.npy")
-    return Format(home, files, lambda folder: Prepared.open(folder / "data").verify())
+
+    def read(folder: Path) -> None:
+        Prepared.open(folder / "data").verify()
+        stream = Arrival(Arrival.Settings(kind=Arrival.name, task="x", owners="drawn"))
+        partition = find("partition", "iid")
+        split(folder / "data", stream, partition(partition.Settings(clients=2)), folder / "splits")
+
+    def mend(folder: Path) -> None:
+        prepared = Prepared.open(folder / "data")
+        prepared.meta.__dict__["digest"] = digest(prepared.meta, prepared.array, prepared.samples)
+        (folder / "data" / "meta.json").write_text(prepared.meta.model_dump_json())
+
+    return Format(home, files, read, mend)
 
 
 def a_tree(home: Path) -> Format:
@@ -407,10 +422,9 @@ def a_part_of_a_stream(home: Path) -> Format:
     def read(folder: Path) -> None:
         stream = GrowingStream(folder / "streams" / "x")
         stream.has(Arrived(1, "task", folder / "incoming" / "task"))
-        joined(stream.parts)
-        [part.prepared for part in stream.parts]
+        Splits.open(assembled(stream.parts, folder / "joined"))
 
-    return Format(home, tuple(f"{place}/{name}" for name in names), read)
+    return Format(home, tuple(f"{place}/{name}" for name in names), read, lambda folder: digested(folder / place))
 
 
 MAKERS: dict[str, Callable[..., Format]] = {
@@ -459,13 +473,13 @@ def tried(form: Format, scratch: Path, examples: int) -> tuple[int, int]:
         shutil.rmtree(scratch, ignore_errors=True)
         form.spoil(scratch, data.draw)
         counts[0] += 1
-        told = ["a value"]
+        told, cause = ["a value"], ""
         try:
             form.read(scratch)
         except UserError as mistake:
             counts[1] += 1
-            told = str(mistake).splitlines()
-            assert not NO_MEMORY.search(repr((told, mistake.__cause__)))
+            told, cause = str(mistake).splitlines(), repr(mistake.__cause__)
+        assert not NO_MEMORY.search(f"{told} {cause}")
         # Of settings each mistake is told, each in a line that begins with its place.
         assert len(told) == 1 or all(line.startswith(f"{scratch}/") for line in told), told
 

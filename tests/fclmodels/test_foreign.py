@@ -6,7 +6,9 @@ import os
 import resource
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,12 +17,14 @@ import torch
 from PIL import Image
 
 from fclmodels import state
+from fclmodels.backbones.network import build
 from fclmodels.backbones.spec import ModelSpec
 from fclmodels.data.incoming import MARKER, Arrived, arrived
 from fclmodels.data.prepare import prepare
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.data.sources.image_folder import ImageFolder
 from fclmodels.data.sources.image_table import ImageTable
+from fclmodels.data.splits import Splits, content_digest, read, refuse_unfit
 from fclmodels.errors import UserError
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.server import Server
@@ -177,10 +181,10 @@ def test_a_pipe_is_no_file(name: str, tmp_path: Path, model: Model) -> None:
         model.read([tmp_path / name]) if name == "x.png" else read_table(tmp_path / name)
 
 
-def test_a_table_of_too_many_rows_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fclmodels.foreign.MOST_ROWS", 4)
+def test_a_table_of_too_many_values_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fclmodels.parquet.MOST_VALUES", 4)
     pl.DataFrame({"a": [0] * 5}).write_parquet(tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="5 rows are too many"):
+    with pytest.raises(ValueError, match="5 values are too many"):
         read_table(tmp_path / "x.parquet")
 
 
@@ -202,14 +206,154 @@ def test_idx_values_are_not_unpacked_beyond_what_they_say(tmp_path: Path) -> Non
     assert peak() - before < 100_000
 
 
-def test_a_model_whose_spec_asks_for_more_than_its_weights_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    spec = ModelSpec({"backbone": "mlp", "hidden": 2**25}, (1, 4, 4), "growing", ((0, 1),))
-    state.save({"backbone.fc1.weight": torch.ones(8, 16)}, tmp_path / "weights.safetensors")
-    state.write_json(tmp_path / "spec.json", spec.to_json())
-    tasks = [{"name": "task", "permutation": None}]
-    facts = {"classes": ["a", "b"], "tasks": tasks, "mean": [0.5], "std": [0.5], "notes": []}
-    state.write_json(tmp_path / "serving.json", facts)
+def test_idx_values_take_no_room_before_they_are_there(tmp_path: Path) -> None:
+    header = b"\0\0\x08\x01" + np.array([2**32 - 1], ">u4").tobytes()
+    (tmp_path / "x").write_bytes(header + b"abc")
+    (tmp_path / "y.gz").write_bytes(gzip.compress(header + b"abc"))
+    (tmp_path / "z").write_bytes(b"\0\0\x08\x64" + np.ones(100, ">u4").tobytes() + b"a")
     before = peak()
-    with pytest.raises(UserError, match=r"fc1\.weight does not fit spec\.json"):
-        Model(tmp_path)
+    for name, told in {"x": "cut short or too long", "y": "cut short or too long", "z": "cannot be read"}.items():
+        with pytest.raises(UserError, match=told):
+            read_idx(tmp_path / name)
     assert peak() - before < 100_000
+
+
+RESNET = {"backbone": "resnet18", "stem": "cifar", "width": 1}
+VIT = {"backbone": "vit", "patch": 2, "width": 2, "depth": 1, "attention_heads": 1, "mlp_width": 2}
+ADAPTER = {"kind": "l2p", "length": 1, "pool": 1}
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Callable[..., Path]:
+    """A model folder of two tasks; each of its files can be given another content."""
+
+    def write(made: ModelSpec, spec: ModelSpec | None = None, without: str = "", **other: Any) -> Path:
+        weights = build(made, torch.Generator()).state_dict()
+        state.save(
+            {n: w for n, w in weights.items() if not n.startswith(without or "-")}, tmp_path / "weights.safetensors"
+        )
+        state.write_json(tmp_path / "spec.json", (spec or made).to_json())
+        tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
+        facts = {"classes": ["a", "b"], "tasks": tasks, "mean": [0.5], "std": [0.5], "notes": []}
+        for name in ("router", "earlier"):
+            if name in other:
+                state.save(other.pop(name), tmp_path / f"{name}.safetensors")
+        state.write_json(tmp_path / "serving.json", facts | other)
+        return tmp_path
+
+    return write
+
+
+def spec_of(settings: dict[str, Any], adapter: dict[str, Any] | None = None, side: int = 4) -> ModelSpec:
+    return ModelSpec(settings, (1, side, side), "growing", ((0,), (1,)), adapter)
+
+
+MLP = spec_of({"backbone": "mlp", "hidden": 2})
+ABSURD = {
+    "wider": (MLP, spec_of({"backbone": "mlp", "hidden": 2**25}), ""),
+    "wider, and the weights lack that": (MLP, spec_of({"backbone": "mlp", "hidden": 2**25}), "backbone"),
+    "a head as wide as its features": (spec_of(RESNET), spec_of({**RESNET, "grid": 2**10}, side=2**13), ""),
+    "the same, and no head": (spec_of(RESNET), spec_of({**RESNET, "grid": 2**10}, side=2**13), "heads"),
+    "pixels": (spec_of(RESNET), spec_of(RESNET, side=2**20), ""),
+    "layers without end": (spec_of(VIT), spec_of({**VIT, "depth": 2**40}), ""),
+    "prompts": (spec_of(VIT, ADAPTER), spec_of(VIT, {**ADAPTER, "length": 1024, "pool": 10_000}), "backbone.prompts"),
+    "under prompts": (spec_of(VIT, ADAPTER), spec_of({**VIT, "mlp_width": 2**33}, ADAPTER), "backbone.frozen"),
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_a_spec_that_asks_for_more_than_its_weights_is_refused(
+    what: str, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Before a network is made, be it that the weights lack what would be so large."""
+    made, spec, without = ABSURD[what]
+    Model(model_folder(made))
+    before = peak()
+    with pytest.raises(UserError, match=r"does not fit spec\.json|validation error|too large") as told:
+        Model(model_folder(made, spec, without))
+    assert "\n" not in str(told.value)
+    assert peak() - before < 100_000
+
+
+ROUTER = {"bases": [torch.ones(2, 1)] * 2, "references": torch.ones(1, 2, 2), "known": torch.ones(1, 2) > 0}
+MISFITS: dict[str, dict[str, Any]] = {
+    "no mean": {"mean": []},
+    "a class in two lines": {"classes": ["a", "b\nc"]},
+    "a deviation too many": {"std": [0.5, 0.5]},
+    "a basis too few": {"router": ROUTER | {"bases": [torch.ones(2, 1)]}},
+    "bases of other features": {"router": ROUTER | {"bases": [torch.ones(3, 1)] * 2}},
+    "a flat basis": {"router": ROUTER | {"bases": [torch.ones(2)] * 2}},
+    "bases of whole numbers": {"router": ROUTER | {"bases": [torch.ones(2, 1, dtype=torch.long)] * 2}},
+    "a basis that is none": {"router": ROUTER | {"bases": [3, 4]}},
+    "references of other tasks": {"router": ROUTER | {"references": torch.ones(1, 3, 3)}},
+    "nobody's references": {"router": ROUTER | {"references": torch.ones(0, 2, 2), "known": torch.ones(0, 2) > 0}},
+    "what is known of other tasks": {"router": ROUTER | {"known": torch.ones(1, 1) > 0}},
+    "no router": {"router": [1]},
+    "too many earlier models": {"earlier": {"models": [{}, {}]}},
+    "earlier models of nothing": {"earlier": {"models": [{}]}},
+    "earlier models that are none": {"earlier": {"models": [3]}},
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_files_of_a_model_that_do_not_fit_each_other_are_refused(
+    what: str, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """When the model is opened, not when it is asked."""
+    Model(model_folder(MLP, router=ROUTER)).answer(np.zeros((2, 1, 4, 4), np.uint8))
+    with pytest.raises(UserError, match="holds no model that can be read") as told:
+        Model(model_folder(MLP, **MISFITS[what]))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"clients": 2**63}, {"clients": 0}, {"mean": []}, {"std": [0.5, 0.5]}, {"prepared": "a\nb"}], ids=str
+)
+def test_facts_that_do_not_fit_the_splits_are_refused(
+    change: dict[str, Any], write_splits_into: Callable[..., Splits], tmp_path: Path
+) -> None:
+    folder = write_splits_into(tmp_path).folder
+    facts = json.loads((folder / "stream.json").read_text())
+    facts |= change
+    facts["digest"] = content_digest(pl.read_parquet(folder / "manifest.parquet"), facts)
+    (folder / "stream.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="cannot be read") as told:
+        Splits.open(folder)
+    assert "\n" not in str(told.value)
+
+
+def test_a_manifest_has_no_empty_places(write_splits_into: Callable[..., Splits], tmp_path: Path) -> None:
+    folder = write_splits_into(tmp_path).folder
+    facts, manifest = read(folder)
+    for column in manifest.columns:
+        with pytest.raises(ValueError, match="empty places"):
+            refuse_unfit(manifest.with_columns(pl.lit(None, manifest[column].dtype).alias(column)), facts)
+
+
+@pytest.mark.parametrize(
+    "change", [{"weights": {"w": 3}}, {"weights": [1]}, {"task": "1"}, {"knowledge": 4}, {"more": 1}]
+)
+def test_what_is_no_server_is_no_state_of_a_run(change: dict[str, Any], tmp_path: Path) -> None:
+    tree = Server(MLP, {"w": torch.ones(1)}).to_tree()
+    with pytest.raises((ValueError, LookupError, TypeError, AttributeError)):
+        Server.from_tree(tree | change)
+
+
+def test_a_checkpoint_is_of_the_runs_model(tmp_path: Path) -> None:
+    """Nothing is made of a state whose spec, or whose weights, are of another one."""
+    wide = spec_of({"backbone": "mlp", "hidden": 2**25})
+    weights = dict(build(MLP, torch.Generator()).state_dict())
+    other = {
+        "wide": Server(wide, weights),
+        "fewer": Server(MLP, dict(list(weights.items())[1:])),
+        "none": Server(MLP, {}),
+    }
+    for name, server in {"right": Server(MLP, weights), **other}.items():
+        checkpoints = Checkpoints(tmp_path / "home" / "checkpoints" / name)
+        checkpoints.commit(Position(server, {}, 1))
+        if name == "right":
+            assert checkpoints.of_model(MLP) is not None
+        else:
+            with pytest.raises(UserError, match="the state of another model"):
+                checkpoints.of_model(MLP)
+        checkpoints.close()

@@ -18,6 +18,7 @@ from fclmodels.data.splits import Splits
 from fclmodels.data.tokens import Tokenizer
 from fclmodels.errors import UserError
 from fclmodels.experiment import Experiment
+from fclmodels.kinds import channels_of
 from fclmodels.numerics.relevance import Router, relevance
 from fclmodels.plugins import all_of
 from fclmodels.served import Model
@@ -56,7 +57,8 @@ def folder_of(path: Path, network: Network, router: Router | None, permutation: 
     if router:
         state.save(router.to_tree(), path / "router.safetensors")
     tasks = [{"name": f"task {t}", "permutation": permutation} for t in range(len(network.spec.tasks))]
-    facts = {"classes": CLASSES, "tasks": tasks, "mean": [0.5], "std": [0.25], "notes": []}
+    channels = channels_of(network.spec.shape)
+    facts = {"classes": CLASSES, "tasks": tasks, "mean": [0.5] * channels, "std": [0.25] * channels, "notes": []}
     state.write_json(path / "serving.json", facts)
     return path
 

@@ -52,5 +52,6 @@ def test_other_raw_files_are_other_data(settings: Params, tmp_path: Path) -> Non
 
 def test_a_folder_without_a_note_is_not_trusted(settings: Params, tmp_path: Path) -> None:
     assert origin_of_splits(settings).differs_from(tmp_path) == ["no made-from.json"]
-    (tmp_path / "made-from.json").write_text("{")
-    assert origin_of_splits(settings).differs_from(tmp_path) == ["no made-from.json"]
+    for spoilt in ("{", "[1]", "3"):
+        (tmp_path / "made-from.json").write_text(spoilt)
+        assert origin_of_splits(settings).differs_from(tmp_path) == ["no made-from.json"]

@@ -18,6 +18,7 @@ from fclmodels.settings import ImageSettings
 
 UNSIGNED_BYTE = 0x08
 MOST_VALUES = 1 << 32
+PIECE = 1 << 24
 
 
 class Idx(Source):
@@ -76,9 +77,13 @@ def read_idx(path: Path) -> np.ndarray:
             count = math.prod(shape)
             if count > MOST_VALUES or math.prod(shape[1:3]) > MOST_PIXELS:
                 raise UserError(f"{path} says that it holds {' x '.join(map(str, shape))} values. That is too many.")
-            values = file.read(count + 1)  # a packed file may become any number of bytes
+            # Room is made for what is there: less than the header says, perhaps, or in a packed file any amount more.
+            values = bytearray()
+            while len(values) <= count and (piece := file.read(min(count + 1 - len(values), PIECE))):
+                values += piece
+            if len(shape) != start[3] or len(values) != count:
+                said = " x ".join(map(str, shape))
+                raise UserError(f"{path} is cut short or too long for its {said} values. Get it again.")
+            return np.frombuffer(values, np.uint8).reshape(shape)
     except (OSError, EOFError, ValueError, zlib.error) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Get the file again.") from problem
-    if len(shape) != start[3] or len(values) != count:
-        raise UserError(f"{path} is cut short or too long for its {' x '.join(map(str, shape))} values. Get it again.")
-    return np.frombuffer(values, np.uint8).reshape(shape)

@@ -207,6 +207,10 @@ def test_a_backbone_that_has_seen_the_streams_classes_is_told_of(frozen_of: Call
         state.write_json(tmp_path / "card.json", {"classes": classes})
         lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").advice()
         assert any(f"pretrained on classes of this stream: {known}" in line for line in lines) == told
+    for spoilt in ("{", "[]", '{"classes": [3]}'):
+        (tmp_path / "card.json").write_text(spoilt)
+        with pytest.raises(UserError, match=r"card\.json cannot be read"):
+            frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").advice()
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(FedDualP, DUALP), (FedL2P, L2P), (Lora, {})])
