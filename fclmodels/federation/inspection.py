@@ -5,10 +5,10 @@ bases were sent, counts not negative, a weight one that a client can have, a pro
 variance below 0), energies those of one input, and a sketch as long as they say. It must have the form that its method
 declares (parts, kinds, names, types, shapes), and in what is not declared the form of most. No size may be `largest`
 times the round's median (of an update the largest median of the task's rounds so far): the length of an update, of
-running statistics' change, of a reference and of the samples in a prototype, the root of a layer's energy, a loss. Where w*x travels it is of x, so that many samples make no update
-long. Sketches and directions outside of a basis have no such bound: of honest clients the one with something new may
-have a thousand times the median. What fails is refused: it costs its bytes, is noted in the ledger, and counts against
-its client, who is set aside after `patience` of them.
+running statistics' change, of a reference and of the samples in a prototype, the root of a layer's energy, a loss.
+Where w*x travels it is of x, so that many samples make no update long. Sketches and directions outside of a basis have
+no such bound: of honest clients the one with something new may have a thousand times the median. What fails is refused:
+it costs its bytes, is noted in the ledger, and counts against its client, who is set aside after `patience` of them.
 
 Under secure aggregation a client looks at its own reply and withholds what fails; the server sees forms alone.
 """
