@@ -6,12 +6,14 @@ V^T (mu - mean), and its features, uncorrelated and with variances sigma^2, have
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from fclmodels.errors import UserError
 from fclmodels.report.planes import Plane, Spot, like_a_map
 from fclmodels.report.runs import TABLES, Group, Run
 from fclmodels.sealed import refuse_changed
@@ -40,11 +42,12 @@ def used_shares(run: Run) -> pl.DataFrame:
     from fclmodels import state  # torch, which a table of runs does not need
 
     refuse_changed(run.folder, f"knowledge/{files[-1].name}")
-    known = state.shapes(files[-1])
-    if "ranks" not in known:
-        return seen
-    shares = {layer: np.array(ranks) / known["bases"][layer][0] for layer, ranks in known["ranks"].items()}
-    of_layers = [*shares.items(), (None, np.mean(list(shares.values()), axis=0))] if shares else []
+    with named(files[-1]):
+        known = state.shapes(files[-1])
+        if "ranks" not in known:
+            return seen
+        shares = {layer: np.array(ranks) / known["bases"][layer][0] for layer, ranks in known["ranks"].items()}
+        of_layers = [*shares.items(), (None, np.mean(list(shares.values()), axis=0))] if shares else []
     rows = [
         {"monitor": "used_share", "task": task, "layer": layer, "value": float(share)}
         for layer, of_tasks in of_layers
@@ -63,11 +66,25 @@ def prototypes_of(run: Run) -> list[Prototype]:
     """In the order of tasks. A mean that goes on over tasks stands at the one that first told of its class."""
     found: dict[tuple[str, int], Prototype] = {}
     for file in _files(run):
-        known = _known(file)
-        for place, label, mu, sigma2 in [*_of_task(known, file.stem), *_told(known, run.folder)]:
+        with named(file):
+            known = _known(file)
+            of_file = [*_of_task(known, file.stem), *_told(known, run.folder)]
+        for place, label, mu, sigma2 in of_file:
             first = found[place, label].task if (place, label) in found else _task(file)
             found[place, label] = Prototype(first, label, mu, sigma2)
     return list(found.values())
+
+
+@contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Parts that do not fit each other can raise nearly anything: it is a mistake in this file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as problem:
+        reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+        raise UserError(f"{file} holds no knowledge of a run ({reason}). Make it again: fcl run.") from problem
 
 
 def _of_task(known: Tree, task: str) -> Iterator[Found]:

@@ -105,6 +105,23 @@ def test_knowledge_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("knowledge", "read"),
+    [
+        ({"ranks": {"fc": [1]}}, used_shares),
+        ({"ranks": {"fc": [1]}, "bases": {"fc": 3}}, used_shares),
+        ({"prototypes": {"mu": torch.ones(2, 3)}}, prototypes_of),
+        ({"prototypes": 7}, prototypes_of),
+        ({"told": {"heads.0": {"sum": torch.ones(2)}}}, prototypes_of),
+    ],
+)
+def test_knowledge_that_does_not_fit_is_named(knowledge: dict, read: Callable, tmp_path: Path) -> None:
+    state.save(knowledge, tmp_path / "knowledge" / "task-00.safetensors")
+    run: Any = SimpleNamespace(folder=tmp_path, monitors=pl.DataFrame(schema=TABLES["monitors"]))
+    with pytest.raises(UserError, match=r"task-00\.safetensors holds no knowledge of a run \(.*\)\. Make it again"):
+        read(run)
+
+
+@pytest.mark.parametrize(
     ("mu", "planes"),
     [
         ([[0, 0], [1, 0], [0, 1]], 1),
