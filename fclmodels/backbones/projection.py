@@ -51,7 +51,11 @@ class Protected:
         live.copy_(self.free(self.layer.matrix(change)).view_as(live))
 
     def weight_gradient(self, x: Tensor, delta: Tensor) -> Tensor:
-        """The projected gradient of the weight, from a batch's input and the gradient of its output."""
+        """The projected gradient of the weight, from a batch's input and the gradient of its output.
+
+        Where these come in lower precision the rest is in the weight's: what is left in the span must be rounding.
+        """
+        x, delta = (t.to(self.layer.module.weight.dtype) for t in (x, delta))
         outputs = delta.flatten(0, -2).T if self.layer.taps is None else delta.transpose(0, 1).flatten(1)
         return self.as_weight(product(outputs, self.free(self.layer.columns(x).T)))
 

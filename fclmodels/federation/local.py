@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,8 @@ class LocalTraining:
         self.network = network
         self.start = start
         self.parameters = method.trainable(network, client.task)
+        lower = client.run.params.optimizer.precision == "bfloat16"
+        self.precision = partial(torch.autocast, client.run.device.type, torch.bfloat16, enabled=lower)
         keeps = client.run.params.model.keep_frozen
         self.below = activations(client, network, self.parameters) if keeps else None
 
@@ -52,7 +55,8 @@ class LocalTraining:
 
     def _train_on(self, batch: Batch, optimiser: torch.optim.Optimizer) -> Tensor:
         optimiser.zero_grad()
-        loss = self.method.loss(self, batch)
+        with self.precision():
+            loss = self.method.loss(self, batch)
         loss.backward()
         self.method.gradient(self)
         if self.method.step is None:

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 import torch
 
+from fclmodels import state
 from fclmodels.data.splits import Splits
 from fclmodels.experiment import Experiment, Stage
 from fclmodels.federation.cohort import Cohort
@@ -107,6 +108,18 @@ def test_other_settings_declare_what_they_send(
 ) -> None:
     with declared_replies():
         experiment_of("federation.rounds=1", *settings, method=method, splits=splits_of(val=2)).run(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_lower_precision_stays_within_local_training(
+    method: str, experiment_of: MakeExperiment, splits_of: Callable, tmp_path: Path
+) -> None:
+    """What clients send, and so the model, is of the types that it is of otherwise, and finite."""
+    with declared_replies():
+        experiment_of("optimizer.precision=bfloat16", method=method, splits=splits_of()).run(tmp_path / "run")
+    weights = state.load(tmp_path / "run" / "model" / "weights.safetensors")
+    assert all(tensor.isfinite().all() and tensor.dtype != torch.bfloat16 for tensor in weights.values())
 
 
 @pytest.fixture(scope="module")

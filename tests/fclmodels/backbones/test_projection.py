@@ -365,3 +365,13 @@ def test_with_momentum_and_decay_of_the_free_part_a_weight_does_not_move_on_the_
         moved = (network.state_dict()[weight] - start[weight]).flatten(1)
         assert moved.norm() > 0.01 * start[weight].norm()
         np.testing.assert_allclose(moved @ Phi, 0, atol=EXACT * start[weight].norm())
+
+
+def test_a_gradient_is_clear_of_the_span_in_lower_precision_too():
+    network, basis = torch.nn.Sequential(torch.nn.Linear(12, 40)), orthonormal(12, 4).float()
+    projection = Projection(layers_of(network, (12,)), {"0": basis}, {})
+    with projection.within(network, 5), torch.autocast("cpu", torch.bfloat16):
+        loss = network(torch.randn(5, 12)).square().sum()
+    loss.backward()
+    gradient = network[0].weight.grad
+    assert (gradient @ basis).norm() < 1e-5 * gradient.norm()

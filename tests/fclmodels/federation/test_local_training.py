@@ -108,6 +108,18 @@ def test_a_changed_gradient_is_what_the_optimiser_gets(method_of: Callable, fede
         torch.testing.assert_close(halved[name], expected[name])
 
 
+def test_products_of_lower_precision_move_weights_nearly_as_far(method_of: Callable, client_of: Callable) -> None:
+    updates = []
+    for precision in ("float32", "bfloat16"):
+        method = method_of(FedAvg, f"optimizer.precision={precision}", "model.dropout=[0, 0]")
+        reply, _ = method.train(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+        updates.append(torch.cat([update.flatten() for update in reply.parts["update"].tensors.values()]))
+    exact, rounded = updates
+    assert rounded.dtype == torch.float32
+    # bfloat16 has 8 bits: a product is off by up to 2**-8, and not by nothing.
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.02
+
+
 def test_dropout_does_not_depend_on_the_ambient_generator_and_leaves_it_alone(
     method_of: Callable, client_of: Callable
 ) -> None:
