@@ -49,9 +49,25 @@ def by_auto(name: str, turns: int) -> Iterator[Row]:
     yield Row(f"{name}-fedavg", what, seconds["ours"], seconds[faster], limit=LIMIT)
 
 
+def in_bfloat16(name: str, turns: int) -> Iterator[Row]:
+    with ExitStack() as opened:
+        sides = {}
+        for precision in ("bfloat16", "float32"):
+            run = opened.enter_context(run_on(WORKS[name], [f"optimizer.precision={precision}"]))
+            loop = opened.enter_context(closing(our_rounds(run, "fedavg", processes, 0)))
+            sides[precision] = partial(next, loop)
+        seconds = taking_turns(sides, turns)
+    what = "a round in bfloat16, in float32"
+    yield Row(f"{name}-bfloat16-round", what, seconds["bfloat16"], seconds["float32"])
+
+
 BENCHES = [
     Bench("w1-fedavg", partial(on_two_processes, "w1"), 25),
     Bench("w2-fedavg", partial(on_two_processes, "w2"), 17),
     Bench("w3-fedavg", partial(by_auto, "w3"), 9),
     Bench("w4-fedavg", partial(on_two_processes, "w4"), 3),
+    *(
+        Bench(f"{name}-bfloat16-round", partial(in_bfloat16, name), turns)
+        for name, turns in (("w1", 9), ("w2", 9), ("w3", 5))
+    ),
 ]
