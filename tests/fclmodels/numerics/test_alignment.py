@@ -79,7 +79,7 @@ def above_exact(V: Tensor, kappa: float, **steps: float) -> float:
 LONG = {**PAPERS, "rounds": 1000, "step_size": 300}
 
 
-@pytest.mark.parametrize(("steps", "near"), [(PAPERS, 0.8), (LONG, 0.97)])
+@pytest.mark.parametrize(("steps", "near"), [(PAPERS, 0.8), pytest.param(LONG, 0.97, marks=pytest.mark.slow)])
 def test_the_papers_solver_comes_within_a_thousandth_in_nearly_all_cases(steps: dict[str, float], near: float) -> None:
     """Up to 20 vectors, kappa as in Figure 14. The rest, where softmax saturates, ends within 5e-3."""
     random, gaps = np.random.default_rng(0), []
