@@ -132,9 +132,11 @@ def test_without_a_checkout_one_line_says_so(tmp_path: Path, monkeypatch: pytest
 def test_the_command_measures_and_keeps(tmp_path: Path) -> None:
     file = tmp_path / "run.parquet"
     command = [sys.executable, "-m", "flows.cli", "bench", "w1-fedavg", "--turns", "1", "--json", "--out", str(file)]
-    (row,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert row["problem"] is None
-    assert row["ratio"] == pytest.approx(row["ours"][0] / row["yardstick"][0])
-    assert row["cores"] > 0
-    assert row["cpu"] != ""
-    assert pl.read_parquet(file).to_dicts() == [row]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert [row["row"] for row in rows] == ["w1-fedavg", "w1-fedavg-layers"]
+    for row in rows:
+        assert row["problem"] is None
+        assert row["ratio"] == pytest.approx(row["ours"][0] / row["yardstick"][0])
+        assert row["cores"] > 0
+        assert row["cpu"] != ""
+    assert pl.read_parquet(file).to_dicts() == rows
