@@ -169,7 +169,8 @@ class FedProTIP(Tip):
             U = U[:, : self._rank(name, seen, bases[name], sigma, client.task)]
             width = self.settings.sketch_width or seen.width
             scaled = U * sigma[: U.shape[1]] * (seen.total / seen.seen) ** 0.5
-            found = scaled if name == FEATURES else U
+            # Vectors of small singular values, from a Gram matrix, are orthogonal to some 1e-3 only.
+            found = scaled if name == FEATURES else torch.linalg.qr(U).Q
             directions[name] = gaussian_sketch(scaled, width, random) if sketch else found.contiguous()
             squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
             columns[name] = torch.tensor([seen.seen, seen.total])

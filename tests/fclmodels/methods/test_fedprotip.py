@@ -191,6 +191,20 @@ def test_a_sketch_has_the_law_of_eq_40(method_of: Callable, client_of: Callable)
     assert_allclose(total, expected, atol=0.05 * float(expected.diagonal().max()))
 
 
+def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Callable, client_of: Callable) -> None:
+    """Far more directions than matter, down to 1/500 of the longest: what a Gram matrix in float32 blurs."""
+    method, random = method_of(FedProTIP, threshold=1.0), torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(d, 90, generator=random)).Q for d in (300, 90))
+    X = U * torch.logspace(0, -2.7, 90) @ V.T
+    seen, basis = LayerInputs(300, 90, 90, columns=X), torch.zeros(300, 0)
+    blurred = seen.principal(basis)[0]
+    assert (blurred.T @ blurred - torch.eye(90)).abs().max() > 1e-4
+    sent = method.core_bases(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"].tensors["layer"]
+    assert sent.shape == (300, 90)
+    assert (sent.T @ sent - torch.eye(90)).abs().max() < 1e-5
+    assert (sent @ (sent.T @ blurred) - blurred).abs().max() < 1e-5  # the same span
+
+
 def test_a_narrow_sketch_bounds_what_a_task_adds(method_of: Callable, federate: Callable) -> None:
     ranks = federate(method_of(FedProTIP, *MLP, exchange="sketch", sketch_width=3)).knowledge["ranks"]
     assert all(of_layer == [3, 6] for of_layer in ranks.values())
