@@ -52,13 +52,15 @@ class Commit(BaseModel):
 class Position:
     """Where a task's training stands: before round `round`.
 
-    memories: the files of what clients remember. late: the replies on their way, by client.
+    memories: the files of what clients remember. late: the replies on their way, by client. usual_length: of an update,
+    the largest of the rounds' medians so far.
     """
 
     server: Server
     memories: dict[int, Path]
     round: int
     late: dict[int, Late] = field(default_factory=dict)
+    usual_length: float = 0.0
 
 
 class Checkpoints:
@@ -100,7 +102,8 @@ class Checkpoints:
         try:
             memories = {int(client): self._file(name) for client, name in commit.memories.items()}
             late = {int(client): Late(self._file(name), *when) for client, (name, *when) in commit.late.items()}
-            return Position(Server.from_tree(tree), memories, commit.round, late)
+            usual_length = max((row.get("median") or 0.0 for row in self.rounds.rows()), default=0.0)
+            return Position(Server.from_tree(tree), memories, commit.round, late, usual_length)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem
 

@@ -91,7 +91,7 @@ def one_round(
     sample = partial(sample_clients, method, task, round, busy={*position.late, *aside})
     turnout = faults.turnout(method, task, round, position.late, sample)
     chosen = turnout.training
-    usual = max((row["median"] or 0.0 for row in checkpoints.rounds.rows()), default=0.0)
+    usual = position.usual_length
     cohort = Cohort(executor, task, chosen, position.memories, ledger, checkpoints, position.late, usual_length=usual)
     if method.pooled_bytes is not None and round == 0:
         ledger.pooled(task, method.pooled_bytes(task))
@@ -123,7 +123,7 @@ def one_round(
     }
     checkpoints.rounds.append(row)
     listener.round_done(row)
-    return Position(server, cohort.memories, round + 1, cohort.late)
+    return Position(server, cohort.memories, round + 1, cohort.late, max(usual, cohort.median or 0.0))
 
 
 def open_ledger(method: "Method", checkpoints: Checkpoints) -> Ledger:

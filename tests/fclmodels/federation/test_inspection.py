@@ -324,6 +324,11 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
     assert [row["refused"] for row in rows] == [0, 0, 1]
     assert [row["median"] for row in rows] == [1.1, 1e-5, 1e-5]
     checkpoints.close()
+    again = Checkpoints(tmp_path / "checkpoints")
+    position = again.latest()
+    assert position is not None
+    assert position.usual_length == 1.1
+    again.close()
 
 
 def test_bases_of_any_number_of_columns_have_one_form() -> None:
