@@ -169,8 +169,8 @@ def side_by_side(work: Callable[..., None], items: Iterable[tuple], at_once: int
             work(*item)
         return
     with ThreadPoolExecutor(at_once) as threads:
-        for batch in iter(lambda: list(islice(items, at_once)), []):
-            list(threads.map(lambda item: work(*item), batch))
+        for now in iter(lambda: list(islice(items, at_once)), []):
+            list(threads.map(lambda item: work(*item), now))
 
 
 def _unanswered(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
