@@ -19,10 +19,18 @@ def seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def written(content: Any) -> str:
+    """JSON as this project's files have it."""
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What state.write_sealed wrote; ValueError where it is something else."""
+    """What state.write_sealed wrote; ValueError where a single byte is another: the last digit of a number may be one
+    that reads as the same number, which the seal does not see.
+    """
     content = read_json(path)
-    if not isinstance(content, dict) or content.pop("seal", None) != seal(content):
+    told = content.pop("seal", None) if isinstance(content, dict) else None
+    if told is None or told != seal(content) or path.read_bytes() != written({**content, "seal": told}).encode():
         raise ValueError("changed or cut short")
     return content
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fclmodels.errors import UserError
-from fclmodels.sealed import seal
+from fclmodels.sealed import seal, written
 
 Tree = Any
 FORMAT = 1
@@ -139,7 +139,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Tree) -> None:
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        temporary.write_text(written(content))
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The store: what is read is what was put, or an error that says what to delete."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_what_is_forgotten_is_gone_with_the_records_that_name_it(store: Store) -
     assert not store.has(tree)
     assert store.recall("state") is None
     assert store.recall("table") == {"objects": {"rounds": table}}
+
+
+def test_a_digit_that_changes_no_number_is_a_change(store: Store) -> None:
+    """7.3776874061001925 and 7.3776874061001924 are the same double."""
+    store.record("key", {"objects": {}, "seconds": 7.3776874061001925})
+    file = store.root / "done" / "key.json"
+    assert store.recall("key") == {"objects": {}, "seconds": 7.3776874061001925}
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"7.3776874061001925", b"7.3776874061001924"))
+    assert json.loads(file.read_bytes()) == json.loads(whole)
+    with pytest.raises(UserError, match=r"key\.json cannot be read"):
+        store.recall("key")
 
 
 def test_what_no_record_names_goes_after_its_days(store: Store) -> None:
