@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fclmodels.mapped import new_array
+
 
 def kept(folder: Path, digest: str, count: int, compute: Callable[[], Iterator[Tensor]]) -> Tensor:
     """The float32 tensor of `count` rows, which `compute` gives in order, batch by batch."""
@@ -22,7 +24,7 @@ def kept(folder: Path, digest: str, count: int, compute: Callable[[], Iterator[T
         for batch in compute():
             if rows is None:
                 shape = (count, *batch.shape[1:])
-                rows = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
+                rows = new_array(partial, np.float32, shape)
             rows[done : done + len(batch)] = batch.cpu().numpy()
             done += len(batch)
         assert rows is not None

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.format import open_memmap
 from PIL import Image, UnidentifiedImageError
 
 from fclmodels.data.sources.base import Catalogue
 from fclmodels.errors import UserError
 from fclmodels.kinds import kind_of
+from fclmodels.mapped import new_array
 from fclmodels.settings import ImageSettings, SourceSettings
 
 CHUNK = 256
@@ -72,7 +72,7 @@ def commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
 def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, path: Path) -> list[Fault]:
     """Write each usable sample into its row of a new .npy file [N, *shape]; the rows of the others stay 0."""
     count = len(catalogue.samples)
-    arrays = open_memmap(path, "w+", kind_of(shape).dtype, (count, *shape))
+    arrays = new_array(path, kind_of(shape).dtype, (count, *shape))
 
     def decode_chunk(start: int) -> list[Fault]:
         faults: list[Fault] = []

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
-from numpy.lib.format import open_memmap
 
 from fclmodels.data.incoming import Arrived
 from fclmodels.data.partitions.base import Partition
@@ -32,6 +31,7 @@ from fclmodels.data.streams.arrival import Arrival
 from fclmodels.errors import UserError
 from fclmodels.foreign import read_json
 from fclmodels.kinds import kind_of
+from fclmodels.mapped import new_array
 from fclmodels.randomness import seed_of
 from fclmodels.settings import ImageSettings
 from fclmodels.state import write_json
@@ -205,7 +205,7 @@ def assembled(parts: Sequence[Part], home: Path) -> Path:
     with _beside(folder) as temporary:
         arrays = [part.prepared.array for part in parts]
         kind = kind_of(facts["shape"])
-        whole = open_memmap(temporary / kind.file, "w+", kind.dtype, (sum(map(len, arrays)), *facts["shape"]))
+        whole = new_array(temporary / kind.file, kind.dtype, (sum(map(len, arrays)), *facts["shape"]))
         np.concatenate(arrays, out=whole)
         whole.flush()
         write_json(temporary / "meta.json", {"digest": facts["prepared_digest"]})

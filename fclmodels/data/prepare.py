@@ -17,7 +17,6 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import polars as pl
-from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict
 
 from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Fault, Shape, commonest_shape, decode_all
@@ -25,6 +24,7 @@ from fclmodels.data.sources.base import COLUMNS, Catalogue, Source
 from fclmodels.errors import UserError
 from fclmodels.foreign import read_array, read_table
 from fclmodels.kinds import TEXTS, kind_of
+from fclmodels.mapped import new_array
 from fclmodels.settings import ImageSettings, SourceSettings
 
 NAMED = 20
@@ -176,7 +176,7 @@ def _keep_rows(path: Path, rows: np.ndarray) -> np.ndarray:
     if len(rows) == len(array):
         return array
     shorter = path.with_suffix(".kept")
-    kept = open_memmap(shorter, "w+", array.dtype, (len(rows), *array.shape[1:]))
+    kept = new_array(shorter, array.dtype, (len(rows), *array.shape[1:]))
     for start in range(0, len(rows), CHUNK):
         kept[start : start + CHUNK] = array[rows[start : start + CHUNK]]
     os.replace(shorter, path)

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fclmodels.mapped import reserve
 from fclmodels.state import Tree, flatten, unflatten
 
 Kind = Literal[
@@ -136,7 +137,7 @@ class SharedBuffer:
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
             if os.fstat(self.descriptor).st_size < size:
-                os.ftruncate(self.descriptor, size)
+                reserve(self.descriptor, size)
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         return self._map
 

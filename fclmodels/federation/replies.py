@@ -3,8 +3,9 @@ been checked, then summed, or given one by one.
 
 Few bytes are held in memory, what is more in the spool. Sums run along a fixed binary tree over the clients in the
 order in which they are asked, so that they do not depend on who answers first, and only about log2(n) partial sums
-exist at any time. A late reply counts less, by one factor on all that is summed: means that travel as two sums, x*w
-and w, stay means. Where a robust rule is set, such a mean is the rule's (numerics/robust.py).
+exist at any time, of which those over many clients wait in the spool. A late reply counts less, by one factor on all
+that is summed: means that travel as two sums, x*w and w, stay means. Where a robust rule is set, such a mean is the
+rule's (numerics/robust.py).
 """
 
 import math
@@ -18,18 +19,24 @@ from torch import Tensor
 
 from fclmodels.errors import UserError
 from fclmodels.federation.messages import Block, Part, Reply, SharedBuffer
+from fclmodels.mapped import naming
 
 IN_MEMORY = 2**25  # bytes of a round's replies; what comes after them goes to the spool
+SPOOLED = 4  # the level of the tree from which on a partial sum waits in the spool
 
 Tensors = dict[str, Tensor]
 Rule = Callable[[Sequence[Tensors], Tensor, Tensor], Tensors]
 
 
 class TreeSum:
-    """The sum of n values along a fixed binary tree; values come in any order, each with its index."""
+    """The sum of n values along a fixed binary tree; values come in any order, each with its index.
 
-    def __init__(self, n: int) -> None:
+    spool: a folder for partial sums over 2**SPOOLED and more, so that what is in memory does not grow with n.
+    """
+
+    def __init__(self, n: int, spool: Path | None = None) -> None:
         self.n = n
+        self.spool = spool
         self._waiting: dict[tuple[int, int], Tensors] = {}
 
     def add(self, index: int, value: Tensors, level: int = 0) -> None:
@@ -44,10 +51,14 @@ class TreeSum:
                 sibling = self._waiting.pop((level, index ^ 1), None)
                 if sibling is None:
                     break
-                value = _added(sibling, value)
+                value = _added(value, sibling) if owned else _added(sibling, value)
                 owned = True
             level, index = level + 1, left >> 1
-        self._waiting[level, index] = value if owned else {name: tensor.clone() for name, tensor in value.items()}
+        if self.spool and level >= SPOOLED and not self._is_root(level):
+            file = self.spool / f"{level}-{index}"
+            self._waiting[level, index] = _read(file, _write(value, file))
+        else:
+            self._waiting[level, index] = value if owned else _cloned(value)
 
     def result(self) -> Tensors:
         ((place, value),) = self._waiting.items()
@@ -62,6 +73,10 @@ def _added(into: Tensors, value: Tensors) -> Tensors:
     if into:
         torch._foreach_add_(list(into.values()), [value[name] for name in into])
     return into
+
+
+def _cloned(value: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in value.items()}
 
 
 class Replies:
@@ -89,7 +104,7 @@ class Replies:
                 continue
             if part.bytes <= self._room:
                 self._room -= part.bytes
-                self._held[name, client] = {name: tensor.clone() for name, tensor in part.tensors.items()}
+                self._held[name, client] = _cloned(part.tensors)
             else:
                 # A name that a client has chosen is no name for a file.
                 file = self.spool / str(len(self._spooled))
@@ -97,7 +112,9 @@ class Replies:
 
     def add_block(self, block: Block) -> None:
         for name, tensors in block.parts.items():
-            self._sums.setdefault(name, TreeSum(len(self.clients))).add(block.place, tensors, block.level)
+            if name not in self._sums:
+                self._sums[name] = TreeSum(len(self.clients), self.spool / f"sums{len(self._sums)}")
+            self._sums[name].add(block.place, tensors, block.level)
 
     def drop_blocks(self) -> None:
         """What they held of the clients has to be added one by one."""
@@ -124,7 +141,7 @@ class Replies:
             return self._by_rule(part, self.rule)
         if part in self._sums:
             return self._sums[part].result()
-        total = TreeSum(len(self.clients))
+        total = TreeSum(len(self.clients), self.spool / "sums")
         for place, client in enumerate(self.clients):
             total.add(place, self._weighted(client, part, self._tensors(part, client)))
         return total.result()
@@ -189,7 +206,8 @@ def _write(tensors: Tensors, file: Path) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        return SharedBuffer(descriptor).write(tensors)
+        with naming(file):
+            return SharedBuffer(descriptor).write(tensors)
     finally:
         os.close(descriptor)
 

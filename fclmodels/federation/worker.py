@@ -14,7 +14,7 @@ from fclmodels import params, plugins
 from fclmodels.data.splits import Splits
 from fclmodels.errors import UserError
 from fclmodels.federation import malloc
-from fclmodels.federation.executor import Job, perform
+from fclmodels.federation.executor import Answer, Job, perform
 from fclmodels.federation.messages import SharedBuffer, parts_from_tree, parts_to_tree
 from fclmodels.federation.run import Run
 
@@ -67,22 +67,25 @@ def main(control: int, payload: int, replies: int) -> None:
                 answer = perform(method, job, message["client"], memory)
                 if waits:  # until the last reply is taken in
                     lines.readline()
-                reply, waits = answer.reply, True
-                _send(
-                    connection,
-                    {
-                        "client": answer.client,
-                        "size": buffer.write(parts_to_tree(reply.parts)),
-                        "facts": reply.facts,
-                        "memory": str(answer.memory) if answer.memory else None,
-                        "seconds": answer.seconds,
-                    },
-                )
+                _send(connection, _written(answer, buffer))
+                waits = True
+                del answer  # a model's worth, which the next client's gradients take
     except (ConnectionError, KeyboardInterrupt):
         return
     except Exception as problem:
         mistake = isinstance(problem, UserError)
         _send(connection, {"user": mistake, "error": str(problem) if mistake else traceback.format_exc()})
+
+
+def _written(answer: Answer, buffer: SharedBuffer) -> dict[str, Any]:
+    """The answer's facts; its parts are in the buffer."""
+    return {
+        "client": answer.client,
+        "size": buffer.write(parts_to_tree(answer.reply.parts)),
+        "facts": answer.reply.facts,
+        "memory": str(answer.memory) if answer.memory else None,
+        "seconds": answer.seconds,
+    }
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,31 @@ def script(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         check=False,
     )
+
+
+SPOOL = """
+import os, sys, torch
+from pathlib import Path
+from fclmodels.federation import replies
+from fclmodels.federation.messages import Part, Reply
+replies.IN_MEMORY = 0
+held = replies.Replies([0], Path(sys.argv[1]))
+try:
+    held.add(0, Reply({"basis": Part("basis", {"b": torch.ones(10**6)}, "each")}))
+except OSError as problem:
+    sys.exit(str(problem))
+"""
+
+
+def test_replies_on_a_real_disk_without_room_are_an_error_and_no_signal(tmp_path: Path) -> None:
+    apart = ["unshare", "--mount", "--map-root-user"]
+    mount = 'mount -t tmpfs -o size=1m fcl "$1"'
+    if shutil.which("unshare") is None or subprocess.call([*apart, "sh", "-c", mount, "sh", str(tmp_path)]):
+        pytest.skip("nothing can be mounted here")
+    words = [*apart, "sh", "-c", f'{mount} && exec "$2" -c "$3" "$1"', "sh", str(tmp_path), sys.executable, SPOOL]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done
+    assert f"No space left on device: '{tmp_path}/0'" in done.stderr
 
 
 def test_after_each_of_twenty_faults_a_run_comes_to_its_right_end(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Replies: the same sum to the bit whoever answers first, few partial sums, few bytes in memory."""
 
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ def values(n: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     return [value | {"n": torch.tensor(float(i), dtype=torch.float64)} for i, value in enumerate(spread)]
 
 
-def summed(terms: list[dict[str, torch.Tensor]], order: list[int]) -> dict[str, torch.Tensor]:
-    total = TreeSum(len(terms))
+def summed(
+    terms: list[dict[str, torch.Tensor]], order: list[int], spool: Path | None = None
+) -> dict[str, torch.Tensor]:
+    total = TreeSum(len(terms), spool)
     for index in order:
         total.add(index, terms[index])
     return total.result()
@@ -36,7 +39,10 @@ def test_the_sum_has_the_same_bits_in_any_order_of_arrival(n: int, seed: int, da
     expected = summed(terms, list(range(n)))
     order = data.draw(st.permutations(range(n)))
     got = summed(terms, order)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    with tempfile.TemporaryDirectory() as spool:
+        of_files = summed(terms, order, Path(spool))
+    for other in (got, of_files):
+        assert all(torch.equal(other[name], expected[name]) for name in expected)
     for name in expected:
         exact = np.sum([term[name].double().numpy() for term in terms], axis=0)
         np.testing.assert_allclose(got[name].numpy(), exact, rtol=1e-5, atol=1e-3 if name == "w" else 1e-5)
@@ -53,6 +59,18 @@ def test_few_partial_sums_wait_at_any_time(n: int) -> None:
             most = max(most, len(total._waiting))
         assert most <= math.log2(n) + 6
         assert total.result()["w"].item() == n
+
+
+@pytest.mark.parametrize("n", [16, 17, 100, 1000])
+def test_what_waits_in_memory_does_not_grow_with_the_clients(n: int, tmp_path: Path) -> None:
+    total, most = TreeSum(n, tmp_path), 0
+    for index in range(n):
+        total.add(index, {"w": torch.ones(1)})
+        of_many = {f"{level}-{place}" for level, place in total._waiting if 4 <= level < math.log2(n)}
+        assert of_many <= {file.name for file in tmp_path.iterdir()}
+        most = max(most, len(total._waiting) - len(of_many))
+    assert most <= 4
+    assert total.result()["w"].item() == n
 
 
 def test_a_sum_keeps_its_own_copy_of_what_it_was_given() -> None:
