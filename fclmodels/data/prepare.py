@@ -20,7 +20,7 @@ import polars as pl
 from pydantic import BaseModel, ConfigDict
 
 from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Fault, Shape, commonest_shape, decode_all
-from fclmodels.data.sources.base import COLUMNS, Catalogue, Source
+from fclmodels.data.sources.base import COLUMNS, UNPRINTABLE, Catalogue, Source
 from fclmodels.errors import UserError
 from fclmodels.foreign import read_array, read_table
 from fclmodels.kinds import TEXTS, kind_of
@@ -76,6 +76,8 @@ class Prepared:
         for column, names in {"label": meta.classes, "domain": meta.domains}.items():
             if not samples[column].is_between(0, len(names) - 1).fill_null(False).all():
                 raise UserError(f"{folder / 'samples.parquet'} has a {column} that is none of {len(names)}. {AGAIN}")
+        if samples["origin"].str.contains(UNPRINTABLE).any():
+            raise UserError(f"{folder / 'samples.parquet'} has an origin that cannot be printed. {AGAIN}")
         return cls(folder, meta, array, samples)
 
     def verify(self) -> None:

@@ -14,7 +14,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation import faults, inspection
 from fclmodels.federation.checkpoints import Checkpoints, Position
 from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.executor import TRAIN, Executor
+from fclmodels.federation.executor import TRAIN, Executor, torch_threads
 from fclmodels.federation.faults import Loss, Turnout
 from fclmodels.federation.inspection import Refusal
 from fclmodels.federation.ledger import CentralLedger, Ledger
@@ -46,6 +46,8 @@ SCHEMA = {
     "seconds": pl.Float64,
 }
 
+# Torch's threads while the server makes a model, when no client trains. Everywhere as many: bits may depend on it.
+AGGREGATING = 2
 Look = Callable[[Server, Server, int], None]  # at the global model before and after a round
 
 
@@ -102,7 +104,8 @@ def one_round(
     tell(cohort.refused, task, listener)
     refuse_too_few(method, replies, turnout, cohort.lost, task, round)
     refuse_silence(replies, cohort.refused, task, round)
-    server = inspection.counted(method.aggregate(position.server, replies), cohort.refused)
+    with torch_threads(AGGREGATING):
+        server = inspection.counted(method.aggregate(position.server, replies), cohort.refused)
     cohort.close()
     refuse_divergence(server, replies.loss, task, round)
     row: dict[str, Any] = {

@@ -19,6 +19,7 @@ PartSettings = TypeVar("PartSettings", bound=Settings)
 # group: samples that show the same thing (one image in several domains) belong in one split and have one number,
 # counted from 0; null where there is no such thing.
 COLUMNS = {"label": pl.Int32, "domain": pl.Int16, "official": pl.String, "origin": pl.String, "group": pl.UInt32}
+UNPRINTABLE = r"[\p{Cc}\p{Zl}\p{Zp}]"  # what would break the line of an error that tells an origin
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def refuse_doubled(names: Sequence[str]) -> None:
 def table(label: Any, origin: Sequence[str], domain: Any = 0, official: Any = None, group: Any = None) -> pl.DataFrame:
     """The samples of a catalogue: a value a row in each column, or one value for all rows."""
     columns = {"label": label, "domain": domain, "official": official, "origin": origin, "group": group}
-    return pl.DataFrame(columns, schema=COLUMNS)
+    return pl.DataFrame(columns, schema=COLUMNS).with_columns(pl.col("origin").str.replace_all(UNPRINTABLE, "�"))
 
 
 def catalogue_of_arrays(

@@ -297,6 +297,15 @@ def test_what_prepare_did_not_write_it_does_not_replace(tmp_path, make):
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+def test_a_name_with_a_line_end_is_told_in_one_line(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        (tmp_path / "tree" / name / "of\ntwo lines.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"of�two lines\.png: not an image") as told:
+        prepare(tree(tmp_path, folder="tree"), tmp_path / "prepared")
+    assert "\n" not in str(told.value)
+
+
 def test_a_failure_leaves_the_former_folder_and_nothing_else(tmp_path, monkeypatch):
     former = prepare(small(), tmp_path / "prepared").meta.digest
     monkeypatch.setattr(module, "digest", lambda *_: 1 / 0)
@@ -346,6 +355,7 @@ def edit(path, **facts):
         ("samples.parquet", Path.unlink),
         ("samples.parquet", shorten),
         ("samples.parquet", lambda path: pl.DataFrame({"sample": [1]}).write_parquet(path)),
+        ("samples.parquet", lambda path: pl.read_parquet(path).with_columns(origin=pl.lit("a\nb")).write_parquet(path)),
     ],
 )
 def test_a_damaged_file_is_named_with_the_command_that_makes_it_again(tmp_path, name, damage):
