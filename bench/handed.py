@@ -10,9 +10,11 @@ from safetensors import safe_open
 from torch import nn
 
 from fclmodels.backbones.dropout import Dropout
+from fclmodels.backbones.linear import Linear
 from fclmodels.backbones.network import Network, skeleton
 from fclmodels.backbones.spec import ModelSpec
 
+TORCHS: dict[type, type] = {Dropout: nn.Dropout, Linear: nn.Linear}  # layers of ours, and what they stand for
 DATA, FACTS = "data.safetensors", "facts.json"
 
 
@@ -29,9 +31,9 @@ class Handed:
         told = self.facts
         tasks = tuple(tuple(classes) for classes in told["tasks"])
         network = skeleton(ModelSpec(told["settings"], tuple(told["shape"]), told["head"], tasks))
-        for name, layer in network.backbone.named_children():
-            if isinstance(layer, Dropout) and not told["own layers"]:
-                setattr(network.backbone, name, nn.Dropout(layer.p))
+        for layer in () if told["own layers"] else network.modules():
+            if type(layer) in TORCHS:
+                layer.__class__ = TORCHS[type(layer)]
         return network
 
     def optimiser(self, network: Network) -> torch.optim.Optimizer:

@@ -14,10 +14,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import bare
 import torch
 from measuring import Bench, Row, taking_turns
-from works import WORKS, handed_over, our_rounds, processes, run_on
+from rounds import ours_and_bare, settings_of, yardstick
+from works import WORKS, handed_over, run_on
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / ".fcl" / "peers"
@@ -80,22 +80,22 @@ def _until_ready(told: Iterator[str], peer: str, log: Path) -> None:
         raise RuntimeError(f"{peer} ended: {(log.read_text().strip().splitlines() or ['no reason'])[-1]}")
 
 
-def against_peers(name: str, turns: int) -> Iterator[Row]:
+def against(peer: str, name: str, turns: int) -> Iterator[Row]:
+    """One peer at a time: those that wait for their turn do not keep still, and two threads feel it most."""
     work = WORKS[name]
-    with run_on(work) as run, ExitStack() as opened:
-        folder = handed_over(work, run)
-        loops = {
-            "bare": bare.processes(folder),
-            "ours": our_rounds(run, "fedavg", processes, 0),
-            **{peer: their_rounds(peer, folder) for peer in ENVIRONMENTS},
-        }
+    with run_on(work, settings_of(name)) as run, ExitStack() as opened:
+        choice, loops = ours_and_bare(name, run)
+        loops[peer] = their_rounds(peer, handed_over(work, run))
         sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
         seconds = taking_turns(sides, turns)
-    for side, taken in seconds.items():
-        if side != "bare":
-            yield Row(f"{name}-{side}", "a round, bare loop on two processes", taken, seconds["bare"])
+    faster = yardstick(seconds)
+    what = f"a round, {choice.executor} with {choice.threads} threads; {peer} on two processes"
+    yield Row(f"{name}-{peer}", what, seconds["ours"], seconds[peer], limit=1.0)
+    yield Row(f"{name}-{peer}-bare", f"a round of {peer}, bare loop on {faster}", seconds[peer], seconds[faster])
 
 
 BENCHES = [
-    Bench(f"{name}-peers", partial(against_peers, name), turns) for name, turns in (("w1", 9), ("w2", 9), ("w3", 5))
+    Bench(f"{name}-{peer}", partial(against, peer, name), turns)
+    for name, turns in (("w1", 9), ("w2", 9), ("w3", 5))
+    for peer in ENVIRONMENTS
 ]

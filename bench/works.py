@@ -5,6 +5,7 @@ measured against has the same samples, tuned malloc and the same number of threa
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,12 +197,16 @@ def our_rounds(run: Run, name: str, executor_of: Callable[[Method], Executor], t
     with torch_threads(SERVER_THREADS):
         server, memories = begun(method, task, lambda done: ask(done, method.participants(done)))
     position = Position(server, memories, 0)
+    since = 0.0  # the last checkpoint, in seconds of ours: while other sides take their turns nothing is due
     try:
         while True:
+            started = time.perf_counter()
             with torch_threads(SERVER_THREADS):
                 position = one_round(method, position, task, executor, checkpoints, ledger, Listener())
-                if checkpoints.age >= run.params.federation.checkpoint_seconds:
+                since += time.perf_counter() - started
+                if since >= run.params.federation.checkpoint_seconds:
                     checkpoints.commit(position)
+                    since = 0.0
             yield
     finally:
         executor.close()

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet, Share
 from fclmodels.backbones.dropout import Dropout
+from fclmodels.backbones.linear import Linear
 from fclmodels.errors import UserError
 from fclmodels.settings import BackboneSettings
 
@@ -47,8 +48,8 @@ class AlexNetNet(FeatureNet):
         self.conv1 = nn.Conv2d(channels, 64, 4, bias=False)
         self.conv2 = nn.Conv2d(64, 128, 3, bias=False)
         self.conv3 = nn.Conv2d(128, 256, 2, bias=False)
-        self.fc1 = nn.Linear(256 * positions, 2048, bias=False)
-        self.fc2 = nn.Linear(2048, 2048, bias=False)
+        self.fc1 = Linear(256 * positions, 2048, bias=False)
+        self.fc2 = Linear(2048, 2048, bias=False)
         self.pool = nn.MaxPool2d(2)
         self.relu = nn.ReLU(inplace=True)
         self.drop1 = Dropout(dropout[0])

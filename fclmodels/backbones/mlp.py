@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet, Share
 from fclmodels.backbones.dropout import Dropout
+from fclmodels.backbones.linear import Linear
 from fclmodels.settings import BackboneSettings
 
 
@@ -31,9 +32,9 @@ class MlpNet(FeatureNet):
     def __init__(self, inputs: int, hidden: int, dropout: tuple[float, float]) -> None:
         super().__init__()
         self.features = hidden
-        self.fc1 = nn.Linear(inputs, hidden)
-        self.fc2 = nn.Linear(hidden, hidden)
-        self.fc3 = nn.Linear(hidden, hidden)
+        self.fc1 = Linear(inputs, hidden)
+        self.fc2 = Linear(hidden, hidden)
+        self.fc3 = Linear(hidden, hidden)
         self.relu = nn.ReLU(inplace=True)
         self.drop1 = Dropout(dropout[0])
         self.drop2 = Dropout(dropout[1])

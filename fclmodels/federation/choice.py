@@ -3,8 +3,10 @@
 The number of threads enters every cache key, so a choice once made for some settings on this machine stands.
 """
 
+import heapq
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,14 +89,21 @@ def predicted_seconds(method: "Method", choice: Choice) -> float:
     federation = run.params.federation
     clients = method.participants(0)
     sizes = sorted((len(method.rows(0, client)) for client in clients), reverse=True)
-    share = min(1.0, (federation.clients_per_round or len(clients)) / len(clients))
-    batches = [-(-size // federation.batch_size) * federation.local_epochs for size in sizes]
-    a_batch = seconds_a_batch(method, clients[0], choice.threads)
+    asked = np.linspace(0, len(sizes) - 1, min(federation.clients_per_round or len(sizes), len(sizes)))
+    batches = [-(-sizes[int(client)] // federation.batch_size) * federation.local_epochs for client in asked]
     rounds = sum(run.rounds(task) for task in range(len(run.splits.tasks)))
+    a_batch = rounds * seconds_a_batch(method, clients[0], choice.threads)
     if choice.executor == "serial":
-        return rounds * share * sum(batches) * a_batch
-    busiest = max(max(batches), share * sum(batches) / min(choice.workers or 1, len(clients)))
-    return WORKER_START + rounds * busiest * a_batch * CONTENTION
+        return sum(batches) * a_batch
+    return WORKER_START + busiest(batches, choice.workers or 1) * a_batch * CONTENTION
+
+
+def busiest(batches: Sequence[int], workers: int) -> int:
+    """Of the worker that has most to do, where each takes the next client when it has done with one."""
+    loads = [0] * workers
+    for of_client in batches:
+        heapq.heapreplace(loads, loads[0] + of_client)
+    return max(loads)
 
 
 def seconds_a_batch(method: "Method", index: int, threads: int) -> float:

@@ -63,6 +63,28 @@ def test_a_small_run_is_done_here_and_a_long_one_by_workers(
         assert min(candidates(method, 2), key=lambda c: choice.predicted_seconds(method, c)).executor == executor
 
 
+@pytest.mark.parametrize(
+    ("batches", "workers", "most"),
+    [([8] * 5, 2, 24), ([8] * 5, 5, 8), ([8] * 5, 9, 8), ([9, 4, 3, 2], 2, 9), ([5, 4, 3, 2, 1], 2, 8), ([7, 1], 1, 8)],
+)
+def test_clients_are_whole_so_one_worker_may_have_more_to_do(batches: list[int], workers: int, most: int) -> None:
+    assert choice.busiest(batches, workers) == most
+
+
+def test_two_threads_are_taken_where_five_clients_leave_a_worker_idle(
+    method_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch takes 0.58 of the time with two threads: five clients in turn less than three, four more than two."""
+    monkeypatch.setattr(choice, "cores", lambda: 2)
+    monkeypatch.setattr(choice, "WORKER_START", 0)
+    monkeypatch.setattr(choice, "seconds_a_batch", lambda method, index, threads: 1.0 if threads == 1 else 0.58)
+    method = method_of(type(method_of()), *AUTO, "federation.threads=auto")
+    monkeypatch.setattr(method, "rows", lambda task, client: range(100))
+    for clients, expected in ((5, Choice("serial", 2, 2)), (4, Choice("processes", 2, 1))):
+        monkeypatch.setattr(method, "participants", lambda task, clients=clients: range(clients))
+        assert min(candidates(method, 2), key=lambda c: choice.predicted_seconds(method, c)) == expected
+
+
 def test_measuring_changes_no_result(
     experiment_of: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
