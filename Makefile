@@ -64,7 +64,7 @@ lock: .fcl/audit/.ready  ## requirements.lock anew from constraints.txt: a hash 
 	.fcl/audit/bin/pip install --quiet pip-audit==2.10.1 uv==0.13.8
 	@touch $@
 
-bench: $(READY)  ## every benchmark as a ratio to its yardstick: a quarter of an hour, alone on the machine
+bench: $(READY)  ## every benchmark as a ratio to its yardstick: half an hour, alone on the machine
 	fcl bench
 
 clean:  ## caches and build files; data, runs and .venv stay
