@@ -5,7 +5,7 @@
 
 For each method the accuracy with the task given, attack by defence; then how many test images with the backdoor's patch
 are taken for the attackers' label; then attacks on what methods send beside updates, also on permuted pixels; last the
-baselines, with the first seed alone. Runs are folders below --out, as those of study.py, and not done again.
+baselines, with the first seed alone. Runs are folders below --out, as those of study.py, and are not run again.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from study import Job, Row, Study, do, finished, jobs, metric, splits_of, spread
+from study import Job, Row, Study, build_jobs, find_metric, format_spread, is_finished, make_splits, run_jobs
 
-from fclmodels.data.splits import Splits
-from fclmodels.federation.attacks import patched, target
-from fclmodels.report.runs import read_run
-from fclmodels.served import Model
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.exported_model import ExportedModel
+from fclmodels.federation.protection.attacks import patch_images, target
+from fclmodels.report.read_runs import read_run
 
 DIGITS = [
     "stream.tasks=2",
@@ -67,7 +67,7 @@ BASELINES = {
     **dict.fromkeys(ON_VIT, FROZEN),
     "fed-dualp": [*FROZEN, "methods.fed-dualp.e_layers=[2,3]"],
 }
-# Each attack against each defence; the others are for attacks on what is sent besides.
+# Methods with each attack against each defence; the others are for attacks on other parts than updates.
 CROSSED = ["fedavg", "fot", "fedprotip", "special", "stamp", "stamp, averaged", "pip-dualp"]
 ATTACKS = {
     "none": [],
@@ -88,8 +88,8 @@ DEFENCES = {
 }
 FIRST = {f"{attack}, first task": [*ATTACKS[attack], "tasks=1"] for attack in ("label flip", "sign flip x 5")}
 SKETCHES = {"basis x 1": ["basis", "strength=1"], "basis x 10": ["basis", "strength=10"]}
-# On what a method sends beside updates, and whether poison of the first task outlives it.
-DOORS = {
+# Attacks on parts beside updates, and in the first task alone: whether its poison lasts.
+EXTRA_ATTACKS = {
     "fedavg": FIRST,
     "fot": {**SKETCHES, **FIRST},
     "fedprotip": {"basis": ["basis"], "reference": ["reference"], **FIRST},
@@ -104,32 +104,33 @@ DOORS = {
     "fot, permuted": SKETCHES,
     "fedprotip, permuted": {"basis": ["basis"]},
 }
-BESIDE = ("none", "label flip", "sign flip x 5")
-TOLD = ("acc", "learning_acc", "task_agnostic.acc", "task_predicted.acc")
+COMMON_ATTACKS = ("none", "label flip", "sign flip x 5")
+METRICS = ("acc", "learning_acc", "task_agnostic.acc", "task_predicted.acc")
 
 Runs = dict[tuple[str, str, str], list[Job]]  # of a method, an attack and a defence, one for each seed
 
 
-def attacking(attack: list[str]) -> list[str]:
+def attack_settings(attack: list[str]) -> list[str]:
     return [f"federation.attack.{one}" for one in (f"kind={attack[0]}", *attack[1:])] if attack else []
 
 
-def combinations(methods: list[str]) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Method, attack, defence, and the settings of the last two; aligned updates have no robust rule."""
+def combine(methods: list[str]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield method, attack, defence, and the settings of the last two; aligned updates have no robust rule."""
     for method in methods:
         rules = ["none", "checks"] if method == "stamp" else list(DEFENCES)
         for attack, of_attack in ATTACKS.items():
             for defence in rules:
                 # Bits are the same with and without checks that refuse nobody.
                 if method in CROSSED and (defence != "none" or attack == "scaled x 100"):
-                    yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
-        for attack, of_attack in {**{name: ATTACKS[name] for name in BESIDE[:2]}, **DOORS.get(method, {})}.items():
+                    yield method, attack, defence, [*attack_settings(of_attack), *DEFENCES[defence]]
+        common = {name: ATTACKS[name] for name in COMMON_ATTACKS[:2]}
+        for attack, of_attack in {**common, **EXTRA_ATTACKS.get(method, {})}.items():
             for defence in ("checks", "median") if method in CROSSED and method != "stamp" else ("checks",):
-                yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
+                yield method, attack, defence, [*attack_settings(of_attack), *DEFENCES[defence]]
 
 
-def of_baselines() -> Iterator[tuple[str, str, str, list[str]]]:
-    """The same, of what each of them sends."""
+def combine_baselines() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield the same for the baselines, with attacks on the parts that each sends."""
     updates = {name: ATTACKS[name] for name in ("none", "label flip", "sign flip x 5", "claim x 10")}
     prototypes = {"prototype x 10": ["prototype", "strength=10"]}
     further = {
@@ -140,67 +141,77 @@ def of_baselines() -> Iterator[tuple[str, str, str, list[str]]]:
         rules = ("checks",) if method in ("fedomg", "nearest-prototype") else ("checks", "multi-krum")
         for attack, of_attack in further.get(method, updates).items():
             for defence in rules:
-                yield method, attack, defence, [*attacking(of_attack), *DEFENCES[defence]]
+                yield method, attack, defence, [*attack_settings(of_attack), *DEFENCES[defence]]
 
 
-def wanted(methods: list[str], seeds: list[int], out: Path) -> Runs:
-    found = {}
-    known = {**METHODS, **{name: (DIGITS, name, settings) for name, settings in BASELINES.items()}}
-    for method, attack, defence, settings in [*combinations(methods), *of_baselines()]:
-        shared, name, own = known[method]
+def list_runs(methods: list[str], seeds: list[int], out: Path) -> Runs:
+    jobs_by_row = {}
+    methods_by_label = {**METHODS, **{name: (DIGITS, name, settings) for name, settings in BASELINES.items()}}
+    for method, attack, defence, settings in [*combine(methods), *combine_baselines()]:
+        shared, name, own = methods_by_label[method]
         some = seeds[:1] if method in BASELINES else seeds
         study = Study(params="params.yaml", set=shared, seeds=some, metrics=[], rows={})
-        found[method, attack, defence] = jobs(study, Row(method=name, set=[*own, *settings]), [], some, False, out)
-    return found
+        jobs_by_row[method, attack, defence] = build_jobs(
+            study, Row(method=name, set=[*own, *settings]), [], some, False, out
+        )
+    return jobs_by_row
 
 
-def cell(runs: list[Job], name: str = "acc") -> str:
-    done = list(filter(finished, runs))
-    told = spread([metric(read_run(job.folder).result.metrics, "task_aware", name) for job in done]) if done else ""
-    early = f"{len(runs) - len(done)} of {len(runs)} ended early" if len(done) < len(runs) else ""
-    return ", ".join(filter(None, (told, early)))
+def format_cell(runs: list[Job], name: str = "acc") -> str:
+    finished_jobs = list(filter(is_finished, runs))
+    cell_text = (
+        format_spread([find_metric(read_run(job.folder).result.metrics, "task_aware", name) for job in finished_jobs])
+        if finished_jobs
+        else ""
+    )
+    early = f"{len(runs) - len(finished_jobs)} of {len(runs)} ended early" if len(finished_jobs) < len(runs) else ""
+    return ", ".join(filter(None, (cell_text, early)))
 
 
-def taken(job: Job, patch: bool) -> float:
-    """Of test images that are not of a task's first class, the task given, the share that gets that class's label."""
-    model, splits, shares = Model(job.folder / "model"), Splits.open(splits_of(job.load(), job.out)), []
+def share_with_target(job: Job, patch: bool) -> float:
+    """Return the share of test images of other classes that get the label of the task's first class (task-aware)."""
+    model, splits, shares = ExportedModel(job.folder / "model"), Splits.open(make_splits(job.load(), job.out)), []
     for task in splits.tasks:
-        rows = splits.test_rows(task.index)
-        wanted = target(task.classes)
-        images = splits.images[torch.from_numpy(rows.samples[rows.labels != wanted])]
-        answers = model.answer((patched(images) if patch else images).numpy(), task.index + 1)
-        shares.append(np.mean([answer["class"] == splits.classes[wanted] for answer in answers]))
+        rows = splits.select_test_rows(task.index)
+        list_runs = target(task.classes)
+        images = splits.images[torch.from_numpy(rows.samples[rows.labels != list_runs])]
+        answers = model.answer((patch_images(images) if patch else images).numpy(), task.index + 1)
+        shares.append(np.mean([answer["class"] == splits.classes[list_runs] for answer in answers]))
     return float(np.mean(shares))
 
 
-def tables(methods: list[str], runs: Runs) -> Iterator[str]:
+def format_tables(methods: list[str], runs: Runs) -> Iterator[str]:
     header = "| | " + " | ".join(DEFENCES) + " |\n" + "|---" * (len(DEFENCES) + 1) + "|"
     crossed = [method for method in methods if method in CROSSED]
     for method in crossed:
         yield "\n" + header
         for attack in ATTACKS:
-            cells = (cell(runs.get((method, attack, defence), [])) for defence in DEFENCES)
+            cells = (format_cell(runs.get((method, attack, defence), [])) for defence in DEFENCES)
             yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
     yield "\n" + header
     for method in crossed:
         for attack in ("none", "backdoor"):
-            found = (list(filter(finished, runs.get((method, attack, defence), []))) for defence in DEFENCES)
-            cells = (spread([taken(job, True) for job in of]) if of else "" for of in found)
+            jobs_by_row = (list(filter(is_finished, runs.get((method, attack, defence), []))) for defence in DEFENCES)
+            cells = (format_spread([share_with_target(job, True) for job in of]) if of else "" for of in jobs_by_row)
             yield f"| {method}, {attack} | " + " | ".join(cells) + " |"
-    yield "\n| | defence | " + " | ".join(TOLD) + " |\n" + "|---" * (len(TOLD) + 2) + "|"
+    yield "\n| | defence | " + " | ".join(METRICS) + " |\n" + "|---" * (len(METRICS) + 2) + "|"
     for method in methods:
-        for attack in (*BESIDE, *DOORS.get(method, {})):
+        for attack in (*COMMON_ATTACKS, *EXTRA_ATTACKS.get(method, {})):
             for defence in ("checks", "median"):
                 if of := runs.get((method, attack, defence)):
-                    yield f"| {method}, {attack} | {defence} | " + " | ".join(cell(of, name) for name in TOLD) + " |"
+                    yield (
+                        f"| {method}, {attack} | {defence} | "
+                        + " | ".join(format_cell(of, name) for name in METRICS)
+                        + " |"
+                    )
 
 
-def table_of_baselines(runs: Runs) -> Iterator[str]:
-    columns = list(dict.fromkeys((attack, defence) for _, attack, defence, _ in of_baselines()))
+def format_baselines(runs: Runs) -> Iterator[str]:
+    columns = list(dict.fromkeys((attack, defence) for _, attack, defence, _ in combine_baselines()))
     yield "\n| | " + " | ".join(f"{attack}, {defence}" for attack, defence in columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
     for method in BASELINES:
-        yield f"| {method} | " + " | ".join(cell(runs.get((method, *column), [])) for column in columns) + " |"
+        yield f"| {method} | " + " | ".join(format_cell(runs.get((method, *column), [])) for column in columns) + " |"
 
 
 def main() -> None:
@@ -209,11 +220,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    given = parser.parse_args()
-    runs = wanted(given.methods, given.seeds, given.out)
-    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
-        do(pool, [job for of_row in runs.values() for job in of_row])
-    print("\n".join([*tables(given.methods, runs), *table_of_baselines(runs)]))
+    options = parser.parse_args()
+    runs = list_runs(options.methods, options.seeds, options.out)
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        run_jobs(pool, [job for of_row in runs.values() for job in of_row])
+    print("\n".join([*format_tables(options.methods, runs), *format_baselines(runs)]))
 
 
 if __name__ == "__main__":

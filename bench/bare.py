@@ -3,7 +3,7 @@ persistent one-thread workers with weights and sums in shared memory; no message
 
     python bench/bare.py FOLDER ROUNDS
 
-runs on a work that was handed over (works.handed_over), for its memory.
+runs rounds on a workload's folder (workloads.write_work_folder), to measure its memory.
 """
 
 import sys
@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from handed import Handed
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from work_folder import WorkFolder
 
-from fclmodels.backbones.network import Network
-from fclmodels.federation import malloc
+from fclmodels.backbones.model.network import Network
+from fclmodels.federation.executors import glibc_malloc
 
 WORKERS = 2
 Weights = dict[str, Tensor]
 
 
-def train(work: Handed, network: Network, data: Sequence[tuple], start: Weights, total: Weights, past: int) -> None:
+def train(work: WorkFolder, network: Network, data: Sequence[tuple], start: Weights, total: Weights, past: int) -> None:
     """Train each client from `start` and add its weights, times its samples, to `total`.
 
-    past: of so many of the client's samples a batch passes too in each step, its gradient added to the first.
+    past: number of the client's samples of which each step also draws a batch, whose gradient is added.
     """
     batch = work.facts["batch"]
     for inputs, labels in data:
@@ -50,8 +50,8 @@ def zeros_like(weights: Weights) -> Weights:
 
 
 def threads(folder: Path, count: int) -> Iterator[None]:
-    """One process."""
-    work = Handed(folder)
+    """Run rounds in one process with so many threads."""
+    work = WorkFolder(folder)
     network = work.network()
     weights = {name: value.clone() for name, value in network.state_dict().items()}
     data = [work.data(client) for client in range(work.facts["clients"])]
@@ -65,27 +65,27 @@ def threads(folder: Path, count: int) -> Iterator[None]:
         yield
 
 
-def worker(folder: Path, mine: range, past: int, weights: Weights, total: Weights, todo: Any, done: Any) -> None:
-    malloc.tune()
+def worker(folder: Path, mine: range, past: int, weights: Weights, total: Weights, todo: Any, finished: Any) -> None:
+    glibc_malloc.tune()
     torch.set_num_threads(1)
-    work = Handed(folder)
+    work = WorkFolder(folder)
     network, data = work.network(), [work.data(client) for client in mine]
     while todo.get():
         for value in total.values():
             value.zero_()
         train(work, network, data, weights, total, past)
-        done.put(True)
+        finished.put(True)
 
 
 def processes(folder: Path, past: int = 0) -> Iterator[None]:
-    """Two workers, clients dealt once."""
-    work, context = Handed(folder), mp.get_context("spawn")
+    """Run rounds in two workers, with clients dealt once."""
+    work, context = WorkFolder(folder), mp.get_context("spawn")
     weights = {name: value.share_memory_() for name, value in work.network().state_dict().items()}
     totals = [{name: value.share_memory_() for name, value in zeros_like(weights).items()} for _ in range(WORKERS)]
-    todo, done = [context.SimpleQueue() for _ in totals], context.SimpleQueue()
+    todo, finished = [context.SimpleQueue() for _ in totals], context.SimpleQueue()
     dealt = [range(first, work.facts["clients"], WORKERS) for first in range(WORKERS)]
     workers = [
-        context.Process(target=worker, args=(folder, *of_one, done), daemon=True)
+        context.Process(target=worker, args=(folder, *of_one, finished), daemon=True)
         for of_one in zip(dealt, [past] * WORKERS, [weights] * WORKERS, totals, todo, strict=True)
     ]
     for process in workers:
@@ -95,7 +95,7 @@ def processes(folder: Path, past: int = 0) -> Iterator[None]:
             for queue in todo:
                 queue.put(True)
             for _ in todo:
-                done.get()
+                finished.get()
             for name, weight in totals[0].items():
                 weights[name].copy_(weight.add(totals[1][name]).div_(work.facts["total"]))
             yield
@@ -107,7 +107,7 @@ def processes(folder: Path, past: int = 0) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    malloc.tune()
+    glibc_malloc.tune()
     torch.set_num_threads(1)
     for _, _ in zip(range(int(sys.argv[2])), processes(Path(sys.argv[1])), strict=False):
         pass

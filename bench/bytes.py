@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from fclmodels.backbones.adapters import adapt
-from fclmodels.backbones.capture import layers_of
-from fclmodels.backbones.network import Network, build
-from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.inputs.layer_capture import find_layers
+from fclmodels.backbones.model.network import Network, build_network
+from fclmodels.backbones.model.prompt_adapters import adapt
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.backbones.vit import Vit
 
 MIB, MB = 2**20, 10**6
@@ -37,16 +37,16 @@ class Line(NamedTuple):
 
 
 def network(**settings: object) -> Network:
-    """A network with one head of ten classes."""
-    return build(ModelSpec(settings, SHAPE, "growing", (tuple(range(10)),)), torch.Generator())
+    """Build a network with one head of ten classes."""
+    return build_network(ModelSpec(settings, SHAPE, "growing", (tuple(range(10)),)), torch.Generator())
 
 
 def widths(of: Network, frozen: Iterable[str] = ()) -> list[int]:
-    """d of each layer of the backbone that is not frozen."""
+    """Return d of each layer of the backbone that is not frozen."""
     blocks = tuple(f"backbone.{block}." for block in frozen)
     return [
         layer.width
-        for name, layer in layers_of(of, SHAPE).items()
+        for name, layer in find_layers(of, SHAPE).items()
         if name.startswith("backbone.") and not f"{name}.".startswith(blocks)
     ]
 
@@ -56,7 +56,7 @@ def parameters(of: Network) -> int:
 
 
 def fedprotip() -> Iterator[Line]:
-    """ResNet-18 with a 3x3 stem, its last map averaged over 2x2 fields: 2048 features."""
+    """Count a ResNet-18 with a 3x3 stem, its last map averaged over 2x2 fields: 2048 features."""
     resnet = network(backbone="resnet18", stem="cifar", grid=2)
     features = [resnet.backbone.features]
     every, free = widths(resnet), widths(resnet, FROZEN)
@@ -74,7 +74,7 @@ def fedprotip() -> Iterator[Line]:
 
 
 def fot() -> Iterator[Line]:
-    """The networks of FOT F.3."""
+    """Count the networks of FOT F.3."""
     alexnet = network(backbone="alexnet")
     resnet = network(backbone="resnet18", stem="cifar", stem_stride=2, width=32, norm="batch-no-stats", grid=1)
     for name, of, model, sketch in (("AlexNet", alexnet, 1.42, 0.24), ("ResNet-18, width 32", resnet, 2.56, 0.64)):
@@ -83,7 +83,7 @@ def fot() -> Iterator[Line]:
 
 
 def pip() -> Iterator[Line]:
-    """ViT-B/16 with ten tasks of ten classes: what a client sends up, and is sent, in a round."""
+    """Count what a client sends and receives in a round, on ViT-B/16 with ten tasks of ten classes."""
     with torch.device("meta"):
         vit = Vit(Vit.Settings(backbone="vit", patch=16, width=768, depth=12, attention_heads=12, mlp_width=3072))
         prompts = {

@@ -16,8 +16,8 @@ from suite import RESULTS
 FACTS = ("date", "cpu", "cores", "threads", "torch", "python", "commit")
 
 
-def side_by_side(a: pl.DataFrame, b: pl.DataFrame) -> pl.DataFrame:
-    """The rows that either has, in the order of A's, then B's own."""
+def join_runs(a: pl.DataFrame, b: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of either run, in the order of A's, then those of B alone."""
     columns = ["row", "ratio", "low", "high"]
     order = pl.concat([a["row"], b["row"]]).unique(maintain_order=True).to_frame()
     both = order.join(a.select(columns), on="row", how="left").join(
@@ -27,12 +27,12 @@ def side_by_side(a: pl.DataFrame, b: pl.DataFrame) -> pl.DataFrame:
     return both.with_columns(change=pl.col("ratio_b") / pl.col("ratio"), apart=apart)
 
 
-def differing(a: pl.DataFrame, b: pl.DataFrame) -> dict[str, tuple[str, str]]:
-    told = {fact: tuple(", ".join(sorted(map(str, t[fact].unique()))) for t in (a, b)) for fact in FACTS}
-    return {fact: (first, second) for fact, (first, second) in told.items() if first != second}
+def list_differing_facts(a: pl.DataFrame, b: pl.DataFrame) -> dict[str, tuple[str, str]]:
+    facts = {fact: tuple(", ".join(sorted(map(str, t[fact].unique()))) for t in (a, b)) for fact in FACTS}
+    return {fact: (first, second) for fact, (first, second) in facts.items() if first != second}
 
 
-def as_markdown(table: pl.DataFrame) -> str:
+def format_markdown(table: pl.DataFrame) -> str:
     lines = ["| row | A | B | B / A |", "|---|---|---|---|"]
     for row in table.iter_rows(named=True):
         sides = [
@@ -47,14 +47,14 @@ def as_markdown(table: pl.DataFrame) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    given = parser.parse_args()
-    files = given.files or sorted(RESULTS.glob("*.parquet"))[-2:]
+    options = parser.parse_args()
+    files = options.files or sorted(RESULTS.glob("*.parquet"))[-2:]
     if len(files) != 2:
         sys.exit("Two files are compared: fcl bench writes one each time it runs.")
     a, b = (pl.read_parquet(file) for file in files)
-    for fact, (first, second) in differing(a, b).items():
+    for fact, (first, second) in list_differing_facts(a, b).items():
         print(f"{fact}: {first} | {second}")
-    print(as_markdown(side_by_side(a, b)))
+    print(format_markdown(join_runs(a, b)))
 
 
 if __name__ == "__main__":

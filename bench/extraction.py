@@ -1,5 +1,5 @@
-"""What finding the subspaces costs a client at a task's end. Seconds are those of one thread's CPU, so that other work
-on the machine tells little.
+"""Cost of finding subspaces for a client at a task's end. Seconds are CPU seconds of one thread, so that other work on
+the machine matters little.
 
 epochs: against one local epoch, as the methods do by default, and for FOT with all columns of all images; a basis of
 20 % is there already. svd: a streamed Gram matrix and its eigenvectors against all columns and their SVD, d = 576,
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from measuring import Bench, Peak, Row, alone, anonymous, taking_turns
+from measuring import Bench, Peak, Row, measure_anonymous, run_alone, take_turns
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from works import WORKS, random_basis
+from workloads import WORKS, draw_basis
 
-from fclmodels.backbones.capture import BATCH, Layer, layers_of, observe
-from fclmodels.backbones.layer_inputs import LayerInputs
-from fclmodels.backbones.network import Network, skeleton
-from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.inputs.layer_capture import BATCH, Layer, find_layers, observe_inputs
+from fclmodels.backbones.inputs.layer_inputs import LayerInputs
+from fclmodels.backbones.model.network import Network, build_skeleton
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.gpm import Gpm
@@ -41,7 +41,9 @@ class OneLayer(nn.Module):
 
 def by_gram(images: Tensor) -> Tensor:
     network = OneLayer()
-    inputs = observe(network, layers_of(network, (64, 16, 16)), images.split(BATCH), len(images), None, random())
+    inputs = observe_inputs(
+        network, find_layers(network, (64, 16, 16)), images.split(BATCH), len(images), None, random()
+    )
     return inputs["backbone"].principal(torch.zeros(576, 0))[1]
 
 
@@ -51,11 +53,11 @@ def by_svd(images: Tensor) -> Tensor:
 
 
 def measured_svd(side: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """Seconds and MB."""
+    """Return seconds and MB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images = torch.randn(2_500, 64, 16, 16).relu_()
-    with Peak(anonymous) as peak:
+    with Peak(measure_anonymous) as peak:
         started = time.thread_time()
         side(images)
         seconds = time.thread_time() - started
@@ -63,7 +65,7 @@ def measured_svd(side: Callable[[Tensor], Tensor]) -> tuple[float, float]:
 
 
 def svd(turns: int) -> Iterator[Row]:
-    sides = [[alone(measured_svd, side) for side in (by_gram, by_svd)] for _ in range(turns)]
+    sides = [[run_alone(measured_svd, side) for side in (by_gram, by_svd)] for _ in range(turns)]
     for place, unit in enumerate(("s", "MB")):
         ours, others = ([turn[side][place] for turn in sides] for side in (0, 1))
         yield Row(f"svd-{unit}", "a streamed Gram matrix, SVD of all columns", ours, others, unit)
@@ -78,20 +80,20 @@ def local_epoch(network: Network, inputs: Tensor, labels: Tensor, batch: int) ->
         optimiser.step()
 
 
-def sketches(layer: Layer, seen: LayerInputs, basis: Tensor) -> None:
-    """What FOT's client tells of a layer."""
+def sketches(layer: Layer, inputs_by_layer: LayerInputs, basis: Tensor) -> None:
+    """Compute what FOT's client sends of a layer."""
     settings = Fot.Settings()
     times = settings.sketch_conv if isinstance(layer.module, nn.Conv2d) else settings.sketch_linear
-    seen.energy()
-    seen.energy(basis)
-    seen.sketch(basis, round(times * layer.width), random())
+    inputs_by_layer.energy()
+    inputs_by_layer.energy(basis)
+    inputs_by_layer.sketch(basis, round(times * layer.width), random())
 
 
-def directions(layer: Layer, seen: LayerInputs, basis: Tensor) -> None:
-    """What FedProTIP's client tells of a layer, and GPM's keeps."""
-    seen.energy()
-    seen.energy(basis)
-    seen.principal(basis)
+def directions(layer: Layer, inputs_by_layer: LayerInputs, basis: Tensor) -> None:
+    """Compute what FedProTIP's client sends of a layer, and GPM's remembers."""
+    inputs_by_layer.energy()
+    inputs_by_layer.energy(basis)
+    inputs_by_layer.principal(basis)
 
 
 def epochs(name: str, turns: int) -> Iterator[Row]:
@@ -100,14 +102,19 @@ def epochs(name: str, turns: int) -> Iterator[Row]:
     network, layers = network_and_layers(name)
     samples, inputs = work.samples, torch.randn(work.samples, *work.shape)
     labels = torch.randint(10, (samples,))
-    bases = {key: random_basis(layer.width) for key, layer in layers.items()}
+    bases = {key: draw_basis(layer.width) for key, layer in layers.items()}
 
     def extract(
-        tell: Callable[[Layer, LayerInputs, Tensor], None], images: int, patches: int | None, kept: int = 0
+        extract_layer: Callable[[Layer, LayerInputs, Tensor], None],
+        images: int,
+        patches: int | None,
+        kept_columns: int = 0,
     ) -> None:
-        seen = observe(network, layers, inputs[:images].split(BATCH), images, patches, random(), kept)
+        inputs_by_layer = observe_inputs(
+            network, layers, inputs[:images].split(BATCH), images, patches, random(), kept_columns
+        )
         for key, layer in layers.items():
-            tell(layer, seen[key], bases[key])
+            extract_layer(layer, inputs_by_layer[key], bases[key])
 
     fot, gpm, fedprotip = Fot.Settings(), Gpm.Settings(), FedProTIP.Settings()
     sides: dict[str, Callable[[], None]] = {
@@ -119,17 +126,17 @@ def epochs(name: str, turns: int) -> Iterator[Row]:
             extract, directions, min(samples, fedprotip.samples or samples), fedprotip.patches, fedprotip.patches
         ),
     }
-    seconds = taking_turns(sides, turns, time.thread_time)
+    seconds = take_turns(sides, turns, time.thread_time)
     limits = {"fot": LIMIT, "fot-all": LIMIT_OF_ALL}
     for side in list(sides)[1:]:
-        what = "what a client finds at a task's end, a local epoch"
+        what = "a client's extraction at a task's end, a local epoch"
         yield Row(f"{name}-extract-{side}", what, seconds[side], seconds["epoch"], "CPU s", limits.get(side))
 
 
 def network_and_layers(name: str) -> tuple[Network, dict[str, Layer]]:
     work = WORKS[name]
-    network = skeleton(ModelSpec(work.model, work.shape, "growing", (tuple(range(10)),)))
-    return network, {k: layer for k, layer in layers_of(network, work.shape).items() if k.startswith("backbone.")}
+    network = build_skeleton(ModelSpec(work.model, work.shape, "growing", (tuple(range(10)),)))
+    return network, {k: layer for k, layer in find_layers(network, work.shape).items() if k.startswith("backbone.")}
 
 
 def measured_memory(samples: int) -> int:
@@ -140,15 +147,15 @@ def measured_memory(samples: int) -> int:
         for start in range(0, samples, BATCH):
             yield torch.randn(min(BATCH, samples - start), *WORKS["w2"].shape)
 
-    with Peak(anonymous) as peak:
-        seen = observe(network, layers, images(), samples, Fot.Settings().patches, random())
+    with Peak(measure_anonymous) as peak:
+        inputs_by_layer = observe_inputs(network, layers, images(), samples, Fot.Settings().patches, random())
         for key, layer in layers.items():
-            sketches(layer, seen[key], random_basis(layer.width))
+            sketches(layer, inputs_by_layer[key], draw_basis(layer.width))
     return peak.above
 
 
 def memory(turns: int) -> Iterator[Row]:
-    peaks = {samples: [alone(measured_memory, samples) for _ in range(turns)] for samples in (MANY, FEW)}
+    peaks = {samples: [run_alone(measured_memory, samples) for _ in range(turns)] for samples in (MANY, FEW)}
     yield Row("w2-extract-memory", f"FOT's, {MANY} samples, {FEW}", peaks[MANY], peaks[FEW], "MB")
 
 

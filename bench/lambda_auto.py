@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 from tune import OnVal
 
-from fclmodels import params as reading
-from fclmodels.data.split import splits_of
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
+from fclmodels.data.splits.make_splits import make_splits
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.evaluation import evaluate
-from fclmodels.federation.run import Run
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.special import Special
-from fclmodels.metrics import acc, matrix
-from fclmodels.settings import Params
+from fclmodels.metrics import acc, accuracy_matrix
+from fclmodels.settings import load as reading
+from fclmodels.settings.schema import Params
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 STREAMS = {
@@ -41,13 +41,13 @@ GRID = ("0", "0.05", "0.1", "0.2", "0.4", "0.8", "1.6", "3.2")
 METRICS = ("acc", "bwt", "learning_acc")
 
 
-def measured(params: Params, seed: int, splits: Splits, by: str) -> list[float]:
-    """METRICS on test rows, and ACC on val rows."""
+def measure(params: Params, seed: int, splits: Splits, by: str) -> list[float]:
+    """Return METRICS on test rows, and ACC on val rows."""
     with tempfile.TemporaryDirectory() as home, Experiment(params, "special", seed, splits, Path(home)) as experiment:
         result = experiment.run(Path(home) / "run")
         server = Server.from_tree(experiment.store.get(result["digests"]["state"])["server"])
-    on_val = Special(reading.method_settings(params, "special"), Run.on(params, OnVal.open(splits.folder), seed))
-    final = acc(matrix(evaluate(on_val, server).accuracy, by))
+    on_val = Special(reading.load_method_settings(params, "special"), Run.on(params, OnVal.open(splits.folder), seed))
+    final = acc(accuracy_matrix(evaluate(on_val, server).accuracy, by))
     assert final is not None
     return [*(result["metrics"][by][name] for name in METRICS), final]
 
@@ -57,22 +57,23 @@ def main() -> None:
     parser.add_argument("streams", nargs="*", default=list(STREAMS), help=f"of {', '.join(STREAMS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
-    for name in given.streams:
+    options = parser.parse_args()
+    for name in options.streams:
         by, stream = STREAMS[name]
-        settings = [*stream, *SHARED, *given.set]
+        settings = [*stream, *SHARED, *options.set]
         with tempfile.TemporaryDirectory() as folder:
-            splits, found = Splits.open(splits_of(reading.load(PARAMS, settings), Path(folder))), {}
-            for lam in (*GRID, "auto"):
-                params = reading.load(PARAMS, [*settings, f"methods.special.lambda={lam}"])
-                found[lam] = 100 * np.array([measured(params, seed, splits, by) for seed in given.seeds])
-        chosen = max(GRID, key=lambda lam: found[lam][:, -1].mean())
-        print(f"{name}, {by}, seeds {given.seeds}")
-        for lam, values in found.items():
-            means = "  ".join(f"{m} {v:5.1f}" for m, v in zip((*METRICS, "val"), values.mean(0), strict=True))
-            print(
-                f"{lam + '*' * (lam == chosen):>6}  {means}  acc of each seed {np.round(values[:, 0], 1)}", flush=True
+            splits, metrics_by_lambda = (
+                Splits.open(make_splits(reading.load_params(PARAMS, settings), Path(folder))),
+                {},
             )
+            for lam in (*GRID, "auto"):
+                params = reading.load_params(PARAMS, [*settings, f"methods.special.lambda={lam}"])
+                metrics_by_lambda[lam] = 100 * np.array([measure(params, seed, splits, by) for seed in options.seeds])
+        best = max(GRID, key=lambda lam: metrics_by_lambda[lam][:, -1].mean())
+        print(f"{name}, {by}, seeds {options.seeds}")
+        for lam, values in metrics_by_lambda.items():
+            means = "  ".join(f"{m} {v:5.1f}" for m, v in zip((*METRICS, "val"), values.mean(0), strict=True))
+            print(f"{lam + '*' * (lam == best):>6}  {means}  acc of each seed {np.round(values[:, 0], 1)}", flush=True)
 
 
 if __name__ == "__main__":

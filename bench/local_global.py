@@ -4,8 +4,8 @@
 
 A client's model is what it sends in the last round of the last task, before the server puts the clients' together.
 Local: on the test rows of the client's own classes; global: on those of all clients; both mean over tasks, then over
-clients, with no task given. Beside them the server's model, which has one accuracy for both. Settings are those that
-the study has chosen, under --out.
+clients, with no task given. Beside them the server's model, which has one accuracy for both. Settings are the
+study's, tuned under --out.
 """
 
 import argparse
@@ -13,61 +13,63 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import yaml
-from study import Job, Study, choices, jobs, splits_of
+from study import Job, Study, build_jobs, choose_points, make_splits
 
-from fclmodels.data.splits import Rows, Splits
-from fclmodels.experiment import Experiment
+from fclmodels.data.splits.split_reader import Rows, Splits
+from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.client import Client
 from fclmodels.federation.evaluation import read
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.exchange import TRAIN, Answer
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.method import Method
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory, Method
-from fclmodels.metrics import acc, matrix
+from fclmodels.metrics import acc, accuracy_matrix
 
 READING = "task_agnostic"
 
 
 class Judge:
-    """Judges the model of each client of the last round as it comes from training."""
+    """Replacement of `Method.train` that evaluates each client's model after the last round."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self.train = method.train
+        self.train = method.exchanges[TRAIN].answer
         self.tasks = len(method.run.splits.tasks)
-        self.found: list[tuple[float, float]] = []
-        vars(method)["train"] = self
+        self.accuracies: list[tuple[float, float]] = []
+        method.declare(replace(method.exchanges[TRAIN], answer=self))
 
-    def __call__(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
-        reply, memory = self.train(client, payload)
+    def __call__(self, client: Client, payload: Payload) -> Answer:
+        answer = self.train(client, payload)
         if client.task == self.tasks - 1 and client.round == self.method.run.rounds(client.task) - 1:
             splits = self.method.run.splits
-            weight = float(reply.parts["weight"].tensors["weight"])
-            moved = {name: change / weight for name, change in reply.parts["update"].tensors.items()}
+            weight = float(answer.tensors["weight"]["weight"])
+            moved = {name: change / weight for name, change in answer.tensors["update"].items()}
             weights = {n: w + moved[n] if n in moved else w for n, w in payload["weights"].tensors.items()}
             server = Server(self.method.run.spec(self.tasks), weights, client.task)
-            own = [splits.test_rows(task, client.index) for task in range(self.tasks)]
-            everyones = [splits.test_rows(task) for task in range(self.tasks)]
-            self.found.append((self.accuracy(server, own), self.accuracy(server, everyones)))
-        return reply, memory
+            own = [splits.select_test_rows(task, client.index) for task in range(self.tasks)]
+            everyones = [splits.select_test_rows(task) for task in range(self.tasks)]
+            self.accuracies.append((self.accuracy(server, own), self.accuracy(server, everyones)))
+        return answer
 
     def accuracy(self, server: Server, rows: Sequence[Rows]) -> float:
         method = self.method
         table = read(method.run, method.predictor(server), method.columns(server), rows, self.tasks, alone=False)
-        return float(acc(matrix(table.accuracy, READING)))
+        return float(acc(accuracy_matrix(table.accuracy, READING)))
 
 
-def measured(job: Job) -> tuple[float, float, float]:
-    """In %: of clients' models the local and the global accuracy, and that of the server's model."""
+def measure(job: Job) -> tuple[float, float, float]:
+    """Return local and global accuracy of clients' models and accuracy of the server's model, in percent."""
     with tempfile.TemporaryDirectory() as home:
-        splits = Splits.open(splits_of(job.load(), job.out))
+        splits = Splits.open(make_splits(job.load(), job.out))
         with Experiment(job.load(), job.method, job.seed, splits, Path(home)) as experiment:
             judge = Judge(experiment.method)
             result = experiment.run(Path(home) / "run")
-    local, everyones = 100 * np.mean(judge.found, axis=0)
+    local, everyones = 100 * np.mean(judge.accuracies, axis=0)
     return local, everyones, 100 * result["metrics"][READING]["acc"]
 
 
@@ -77,16 +79,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, help="if not the study's")
-    given = parser.parse_args()
-    study = Study.model_validate(yaml.safe_load(given.study.read_text()))
-    out = given.out or Path("tries") / given.study.stem
+    options = parser.parse_args()
+    study = Study.model_validate(yaml.safe_load(options.study.read_text()))
+    out = options.out or Path("tries") / options.study.stem
     print("| | clients' models, local | clients' models, global | server's model |\n|---|---|---|---|")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        chosen = choices(study, given.rows, pool, out)
-        for label in given.rows:
+        points = choose_points(study, options.rows, pool, out)
+        for label in options.rows:
             row = study.rows[label]
-            wanted = jobs(study, row, chosen.get(row.like or label, []), given.seeds or study.seeds, False, out)
-            means = np.mean(list(pool.map(measured, wanted)), axis=0)
+            runs = build_jobs(study, row, points.get(row.like or label, []), options.seeds or study.seeds, False, out)
+            means = np.mean(list(pool.map(measure, runs)), axis=0)
             print(f"| {label} | " + " | ".join(f"{value:.1f}" for value in means) + " |", flush=True)
 
 

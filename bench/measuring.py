@@ -1,4 +1,4 @@
-"""What every benchmark here is made of: sides that take turns, their seconds or memory, and the rows of that."""
+"""Parts of every benchmark here: sides that take turns, their seconds or memory, and rows of ratios."""
 
 import contextlib
 import multiprocessing as mp
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fclmodels.federation import malloc
+from fclmodels.federation.executors import glibc_malloc
 
-# Lines of /proc/PID/smaps_rollup: all pages, and those that no file holds.
-WHOLE, ANONYMOUS = ("Pss:",), ("Pss_Anon:", "Pss_Shmem:")
+# Lines of /proc/PID/smaps_rollup: all pages, and those that no file backs.
+ALL, ANONYMOUS = ("Pss:",), ("Pss_Anon:", "Pss_Shmem:")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio: what was measured of ours and of its yardstick, turn by turn, and the ratio that is allowed."""
+    """One ratio of a benchmark: measurements of ours and of its yardstick, turn by turn, and its limit."""
 
     name: str
     what: str
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each turn."""
+        """Ratio of each turn."""
         return [ours / other for ours, other in zip(self.ours, self.yardstick, strict=True)]
 
     @property
@@ -49,8 +49,8 @@ class Row:
         return low, high
 
     @property
-    def kept(self) -> bool | None:
-        """Whether the limit is kept; None: there is none."""
+    def is_within_limit(self) -> bool | None:
+        """Return whether the ratio is within its limit; None where it has none."""
         return None if self.limit is None else self.ratio <= self.limit
 
 
@@ -64,28 +64,30 @@ class Bench:
     turns: int
 
 
-def taking_turns(
+def take_turns(
     sides: Mapping[str, Callable[[], object]], turns: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of each side in each turn. A first turn warms up; the order goes back and forth, so that no side always
-    finds the cache as the same other one left it."""
+    """Return seconds of each side in each turn.
+
+    A first turn warms up; the order goes back and forth, so that no side always runs after the same other one.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(1 + turns):
         for side in list(sides)[:: -1 if turn % 2 else 1]:
             started = clock()
             sides[side]()
             seconds[side].append(clock() - started)
-    return {side: taken[1:] for side, taken in seconds.items()}
+    return {side: times[1:] for side, times in seconds.items()}
 
 
-def alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of its own, so that none finds another's memory."""
-    with mp.get_context("spawn").Pool(1, malloc.tune) as pool:
+def run_alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function in a process of its own, so that none finds another's memory."""
+    with mp.get_context("spawn").Pool(1, glibc_malloc.tune) as pool:
         return pool.apply(work, arguments)
 
 
 class Peak:
-    """The most memory in MB, by `read`, since it was entered."""
+    """Context that measures the most memory in MB, by `read`, since its entry."""
 
     def __init__(self, read: Callable[[], float], seconds: float = 0.002) -> None:
         self.read = read
@@ -109,59 +111,59 @@ class Peak:
 
     @property
     def above(self) -> int:
-        """What was there when it was entered is not in this."""
+        """Most MB above those at entry."""
         return round(self.most - self.start)
 
 
-def anonymous() -> float:
-    """MB of this process that no file holds."""
-    return _told_by("/proc/self/status", "RssAnon:") / 1024
+def measure_anonymous() -> float:
+    """Return the MB of this process that no file backs."""
+    return _read_kilobytes("/proc/self/status", "RssAnon:") / 1024
 
 
-def of_tree(root: int, kinds: Sequence[str]) -> float:
-    """MB of a process and all below it, shared pages counted once."""
+def measure_tree(root: int, kinds: Sequence[str]) -> float:
+    """Return the MB of a process and all below it, shared pages counted once."""
     total = 0.0
-    for process in [root, *_below(root)]:
+    for process in [root, *_list_descendants(root)]:
         with contextlib.suppress(OSError, StopIteration):  # it has ended
-            total += sum(_told_by(f"/proc/{process}/smaps_rollup", kind) for kind in kinds) / 1024
+            total += sum(_read_kilobytes(f"/proc/{process}/smaps_rollup", kind) for kind in kinds) / 1024
     return total
 
 
-def cpu_of_tree() -> float:
-    """Seconds that this process and all below it, which still are there, have had of the processor."""
-    files = (Path(f"/proc/{process}/schedstat") for process in [os.getpid(), *_below(os.getpid())])
+def measure_cpu_of_tree() -> float:
+    """Return CPU seconds of this process and of all below it that still run."""
+    files = (Path(f"/proc/{process}/schedstat") for process in [os.getpid(), *_list_descendants(os.getpid())])
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
-def peak_of_tree(command: Sequence[str], kinds: Sequence[str]) -> tuple[float, str]:
-    """The most MB that a command and all that it starts take together, and what it prints."""
+def measure_peak_of_tree(command: Sequence[str], kinds: Sequence[str]) -> tuple[float, str]:
+    """Return the most MB that a command and all that it starts take together, and its output."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, Peak(lambda: of_tree(process.pid, kinds), 0.1) as peak:
-        told, problem = process.communicate()
+    with process, Peak(lambda: measure_tree(process.pid, kinds), 0.1) as peak:
+        output, problem = process.communicate()
     if process.returncode:
         last = (problem.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
         raise RuntimeError(f"{' '.join(command)}: {last}")
-    return peak.most, told
+    return peak.most, output
 
 
-def _below(root: int) -> list[int]:
-    found = []
+def _list_descendants(root: int) -> list[int]:
+    processes = []
     try:
         children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
     except OSError:
         return []
     for child in map(int, children):
-        found += [child, *_below(child)]
-    return found
+        processes += [child, *_list_descendants(child)]
+    return processes
 
 
-def _told_by(file: str, name: str) -> float:
+def _read_kilobytes(file: str, name: str) -> float:
     with open(file) as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def machine() -> dict[str, str | int]:
-    """Facts that a run's figures depend on."""
+def describe_machine() -> dict[str, str | int]:
+    """Return facts that a run's figures depend on."""
     import torch
 
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":")

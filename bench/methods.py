@@ -9,55 +9,55 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 import bare
-from measuring import Bench, Row, taking_turns
-from works import WORKS, handed_over, our_rounds, processes, run_on
+from measuring import Bench, Row, take_turns
+from workloads import WORKS, open_run, run_rounds, start_processes, write_work_folder
 
 STAMP_PASSES = 1.15
 
 
-def over_fedavg(name: str, limits: Mapping[str, float | None], turns: int) -> Iterator[Row]:
-    with run_on(WORKS[name]) as run, ExitStack() as opened:
-        loops = {method: our_rounds(run, method, processes, 1) for method in ("fedavg", *limits)}
+def measure_over_fedavg(name: str, limits: Mapping[str, float | None], turns: int) -> Iterator[Row]:
+    with open_run(WORKS[name]) as run, ExitStack() as opened:
+        loops = {method: run_rounds(run, method, start_processes, 1) for method in ("fedavg", *limits)}
         sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
-        seconds = taking_turns(sides, turns)
+        seconds = take_turns(sides, turns)
     for method, limit in limits.items():
         yield Row(f"{name}-{method}", "a round, FedAvg's", seconds[method], seconds["fedavg"], limit=limit)
 
 
-def stamp(name: str, turns: int) -> Iterator[Row]:
+def measure_stamp(name: str, turns: int) -> Iterator[Row]:
     work = WORKS[name]
-    with run_on(work) as run, ExitStack() as opened:
+    with open_run(work) as run, ExitStack() as opened:
         # A coreset of 20 samples a class holds all samples of these clients.
         loops = {
-            "stamp": our_rounds(run, "stamp", processes, 1),
-            "passes": bare.processes(handed_over(work, run, 1), past=work.samples),
+            "stamp": run_rounds(run, "stamp", start_processes, 1),
+            "passes": bare.processes(write_work_folder(work, run, 1), past=work.samples),
         }
         sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
-        seconds = taking_turns(sides, turns)
+        seconds = take_turns(sides, turns)
     what = "a round, bare loop's passes over as many batches"
     yield Row(f"{name}-stamp", what, seconds["stamp"], seconds["passes"], limit=STAMP_PASSES)
 
 
-def kept(name: str, turns: int) -> Iterator[Row]:
-    """FedProTIP with the first blocks frozen, as its presets have it, and their activations kept or not."""
+def measure_frozen_activations(name: str, turns: int) -> Iterator[Row]:
+    """Measure FedProTIP with the first blocks frozen, as in its presets, with their activations stored and without."""
     work = WORKS[name]
     freeze = "model.freeze=[conv1,bn1,layer1,layer2]"
     with ExitStack() as opened:
         sides = {}
         for side in ("true", "false"):
-            run = opened.enter_context(run_on(work, [freeze, f"model.keep_frozen={side}"]))
-            loop = opened.enter_context(closing(our_rounds(run, "fedprotip", processes, 1)))
+            run = opened.enter_context(open_run(work, [freeze, f"model.keep_frozen={side}"]))
+            loop = opened.enter_context(closing(run_rounds(run, "fedprotip", start_processes, 1)))
             sides[side] = partial(next, loop)
-        seconds = taking_turns(sides, turns)
-    what = "a round of fedprotip with kept activations of frozen blocks, without"
+        seconds = take_turns(sides, turns)
+    what = "a round of fedprotip with stored activations of frozen blocks, without"
     yield Row(f"{name}-kept", what, seconds["true"], seconds["false"])
 
 
 BENCHES = [
-    Bench("w1-methods", partial(over_fedavg, "w1", {"special": 1.02, "fot": 1.05}), 19),
-    Bench("w2-methods", partial(over_fedavg, "w2", {"special": 1.02, "fot": 1.05, "fedprotip": 1.10}), 13),
-    Bench("w3-methods", partial(over_fedavg, "w3", {"fedprotip": 1.35}), 7),
-    Bench("w4-methods", partial(over_fedavg, "w4", {"fed-dualp": None, "pip-dualp": None}), 3),
-    Bench("w2-stamp", partial(stamp, "w2"), 9),
-    Bench("w3-kept", partial(kept, "w3"), 7),
+    Bench("w1-methods", partial(measure_over_fedavg, "w1", {"special": 1.02, "fot": 1.05}), 19),
+    Bench("w2-methods", partial(measure_over_fedavg, "w2", {"special": 1.02, "fot": 1.05, "fedprotip": 1.10}), 13),
+    Bench("w3-methods", partial(measure_over_fedavg, "w3", {"fedprotip": 1.35}), 7),
+    Bench("w4-methods", partial(measure_over_fedavg, "w4", {"fed-dualp": None, "pip-dualp": None}), 3),
+    Bench("w2-stamp", partial(measure_stamp, "w2"), 9),
+    Bench("w3-kept", partial(measure_frozen_activations, "w3"), 7),
 ]

@@ -16,7 +16,9 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 
-class Trained(nn.Module):
+class LossModule(nn.Module):
+    """The network with its loss, as pfl asks for it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.network = WORK.network()
@@ -29,8 +31,8 @@ class Trained(nn.Module):
         return {}
 
 
-class Turns(TrainingProcessCallback):
-    """All processes begin a round together, when the first one is told to."""
+class RoundGate(TrainingProcessCallback):
+    """Callback that lets all processes begin a round together, when the measuring process says so."""
 
     def on_train_begin(self, *, model: PyTorchModel) -> Metrics:
         self.wait()
@@ -49,11 +51,11 @@ class Turns(TrainingProcessCallback):
 def main() -> None:
     torch.set_num_threads(1)
     clients = WORK.facts["clients"]
-    held = {str(client): WORK.data(client) for client in range(clients)}
+    data = {str(client): WORK.data(client) for client in range(clients)}
     users = FederatedDataset(
-        lambda user: Dataset(held[user], user_id=user), get_user_sampler("minimize_reuse", list(held))
+        lambda user: Dataset(data[user], user_id=user), get_user_sampler("minimize_reuse", list(data))
     )
-    module = Trained()
+    module = LossModule()
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     backend = SimulatedBackend(users, users, [WeightByDatapoints()])
     trained = NNTrainHyperParams(
@@ -62,7 +64,7 @@ def main() -> None:
     rounds = NNAlgorithmParams(
         central_num_iterations=10**6, evaluation_frequency=10**6, train_cohort_size=clients, val_cohort_size=None
     )
-    FederatedAveraging().run(rounds, backend, model, trained, None, [Turns()], send_metrics_to_platform=False)
+    FederatedAveraging().run(rounds, backend, model, trained, None, [RoundGate()], send_metrics_to_platform=False)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 A hundred clients with like shares of five tasks of two digits, about 13 images each, and a small MLP: many clients and
 few weights, as noise wants it. Each curve is one method at five noise multipliers, and without noise. Prints a table
 (accuracy after the last task over the seeds, epsilon at delta 1e-3 over all releases) and draws the figure. Test rows
-are read once, in the evaluation. Runs that are done under --out are not done again.
+are read once, in the evaluation. Runs that are complete under --out are not run again.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from fclmodels import params as reading
-from fclmodels.data.split import splits_of
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
+from fclmodels.data.splits.make_splits import make_splits
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.settings import load as reading
 
 DEFAULTS = Path(__file__).parents[1] / "params.yaml"
 SHARED = [
@@ -41,6 +41,8 @@ READINGS = {"task_aware": "task given", "task_agnostic": "task not given"}
 
 
 class Curve(NamedTuple):
+    """A method with its settings, at several noise multipliers."""
+
     method: str
     settings: list[str]
     noise: list[str]
@@ -58,13 +60,13 @@ CURVES = {
 
 
 class Point(NamedTuple):
-    """One curve at one noise multiplier (None: no noise); readings: mean and deviation over seeds, in percent."""
+    """One curve at one noise multiplier."""
 
     curve: str
-    multiplier: float | None
+    multiplier: float | None  # None: no noise
     releases: int
     epsilon: float | None
-    readings: dict[str, tuple[float, float]]
+    readings: dict[str, tuple[float, float]]  # mean and deviation over seeds, in percent
 
 
 def main() -> None:
@@ -73,30 +75,30 @@ def main() -> None:
     parser.add_argument("--curves", nargs="+", default=list(CURVES), choices=list(CURVES))
     parser.add_argument("--out", type=Path, default=Path("tries/privacy"))
     parser.add_argument("--figure", type=Path)
-    given = parser.parse_args()
-    splits = Splits.open(splits_of(reading.load(DEFAULTS, SHARED), given.out))
+    options = parser.parse_args()
+    splits = Splits.open(make_splits(reading.load_params(DEFAULTS, SHARED), options.out))
     print("| | z | releases | epsilon | " + " | ".join(READINGS.values()) + " |\n|---|---|---|---|---|---|")
     points = []
-    for name in given.curves:
+    for name in options.curves:
         for multiplier in (None, *CURVES[name].multipliers):
-            points.append(measured(name, multiplier, range(given.seeds), splits, given.out))
-            print(row(points[-1]), flush=True)
-    if given.figure:
-        draw(points, given.figure)
+            points.append(measure(name, multiplier, range(options.seeds), splits, options.out))
+            print(format_row(points[-1]), flush=True)
+    if options.figure:
+        draw_figure(points, options.figure)
 
 
-def measured(name: str, multiplier: float | None, seeds: range, splits: Splits, out: Path) -> Point:
+def measure(name: str, multiplier: float | None, seeds: range, splits: Splits, out: Path) -> Point:
     curve = CURVES[name]
     noise = [*NOISE, *curve.noise, f"federation.privacy.noise_multiplier={multiplier}"] if multiplier else []
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for seed in seeds:
-        params = reading.load(DEFAULTS, [*SHARED, *curve.settings, *noise])
+        params = reading.load_params(DEFAULTS, [*SHARED, *curve.settings, *noise])
         with Experiment(params, curve.method, seed, splits, out / "home") as experiment:
-            found.append(experiment.run(out / f"{name.replace(', ', '-').replace(' = ', '')}-{multiplier}-{seed}"))
-    privacy = found[0].get("privacy", {})
+            results.append(experiment.run(out / f"{name.replace(', ', '-').replace(' = ', '')}-{multiplier}-{seed}"))
+    privacy = results[0].get("privacy", {})
     readings = {}
     for reading_name in READINGS:
-        accuracies = [100 * result["metrics"][reading_name]["acc"] for result in found]
+        accuracies = [100 * result["metrics"][reading_name]["acc"] for result in results]
         readings[reading_name] = (
             statistics.mean(accuracies),
             statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
@@ -104,16 +106,16 @@ def measured(name: str, multiplier: float | None, seeds: range, splits: Splits, 
     return Point(name, multiplier, privacy.get("releases", 0), privacy.get("epsilon"), readings)
 
 
-def row(point: Point) -> str:
-    told = (
+def format_row(point: Point) -> str:
+    noise = (
         ("none", "", "") if point.epsilon is None else (f"{point.multiplier:g}", point.releases, f"{point.epsilon:.3g}")
     )
     cells = [f"{mean:.1f} ± {spread:.1f}" for mean, spread in point.readings.values()]
-    return "| " + " | ".join(map(str, [point.curve, *told, *cells])) + " |"
+    return "| " + " | ".join(map(str, [point.curve, *noise, *cells])) + " |"
 
 
-def draw(points: list[Point], file: Path) -> None:
-    """A panel a reading: accuracy over epsilon, with what each curve reaches without noise as a dotted line."""
+def draw_figure(points: list[Point], file: Path) -> None:
+    """Draw a panel a reading: accuracy over epsilon; dotted lines are the accuracies without noise."""
     rcParams.update({"svg.hashsalt": "fclflow", "svg.fonttype": "none"})  # the same small file for the same figures
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, (reading_name, title) in zip(figure.subplots(1, 2), READINGS.items(), strict=True):

@@ -7,47 +7,47 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 import bare
-from measuring import Bench, Row, taking_turns
-from works import WORKS, executor_by, handed_over, method_on, our_rounds, processes, run_on
+from measuring import Bench, Row, take_turns
+from workloads import WORKS, build_method, executor_for, open_run, run_rounds, start_processes, write_work_folder
 
-from fclmodels.federation.choice import Choice, choose
-from fclmodels.federation.run import Run
+from fclmodels.federation.executors.auto_choice import Choice, choose
+from fclmodels.federation.run_context import Run
 
 LIMIT = 1.05
 AUTO = ("w3",)  # five clients leave one of two processes idle
 
 
-def settings_of(name: str) -> Sequence[str]:
+def list_settings(name: str) -> Sequence[str]:
     if name in AUTO:
         return ["federation.executor=auto", "federation.threads=auto"]
     return ["federation.executor=processes", "federation.workers=2"]
 
 
-def ours_and_bare(name: str, run: Run) -> tuple[Choice, dict[str, Iterator[None]]]:
-    """How our clients are trained; ours, and the bare loops that may be its yardstick."""
+def open_loops(name: str, run: Run) -> tuple[Choice, dict[str, Iterator[None]]]:
+    """Return how our clients are trained, and the loops: ours, and the bare ones that may be its yardstick."""
     assert run.home is not None
-    choice = choose(method_on(run, "fedavg"), run.home / "choices", name)
-    folder = handed_over(WORKS[name], run)
-    loops = {"ours": our_rounds(run, "fedavg", executor_by(choice), 0), "two processes": bare.processes(folder)}
+    choice = choose(build_method(run, "fedavg"), run.home / "choices", name)
+    folder = write_work_folder(WORKS[name], run)
+    loops = {"ours": run_rounds(run, "fedavg", executor_for(choice), 0), "two processes": bare.processes(folder)}
     if name in AUTO:
         loops["two threads"] = bare.threads(folder, 2)
     return choice, loops
 
 
-def yardstick(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The faster bare loop."""
+def find_faster_loop(seconds: Mapping[str, Sequence[float]]) -> str:
+    """Return the name of the faster bare loop."""
     return min((side for side in seconds if side.startswith("two")), key=lambda side: statistics.median(seconds[side]))
 
 
 def against_bare(name: str, turns: int) -> Iterator[Row]:
     work = WORKS[name]
-    with run_on(work, settings_of(name)) as run, ExitStack() as opened:
-        choice, loops = ours_and_bare(name, run)
+    with open_run(work, list_settings(name)) as run, ExitStack() as opened:
+        choice, loops = open_loops(name, run)
         if name in ("w1", "w2"):  # those with layers of our own
-            loops["own layers"] = bare.processes(handed_over(work, run, own_layers=True))
+            loops["own layers"] = bare.processes(write_work_folder(work, run, own_layers=True))
         sides = {side: partial(next, opened.enter_context(closing(loop))) for side, loop in loops.items()}
-        seconds = taking_turns(sides, turns)
-    faster = yardstick(seconds)
+        seconds = take_turns(sides, turns)
+    faster = find_faster_loop(seconds)
     what = f"a round, {choice.executor} with {choice.threads} threads; bare loop on {faster}"
     limit = None if name == "w4" else LIMIT
     yield Row(f"{name}-fedavg", what, seconds["ours"], seconds[faster], limit=limit)
@@ -60,10 +60,10 @@ def in_bfloat16(name: str, turns: int) -> Iterator[Row]:
     with ExitStack() as opened:
         sides = {}
         for precision in ("bfloat16", "float32"):
-            run = opened.enter_context(run_on(WORKS[name], [f"optimizer.precision={precision}"]))
-            loop = opened.enter_context(closing(our_rounds(run, "fedavg", processes, 0)))
+            run = opened.enter_context(open_run(WORKS[name], [f"optimizer.precision={precision}"]))
+            loop = opened.enter_context(closing(run_rounds(run, "fedavg", start_processes, 0)))
             sides[precision] = partial(next, loop)
-        seconds = taking_turns(sides, turns)
+        seconds = take_turns(sides, turns)
     what = "a round in bfloat16, in float32"
     yield Row(f"{name}-bfloat16-round", what, seconds["bfloat16"], seconds["float32"])
 

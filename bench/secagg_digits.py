@@ -15,10 +15,10 @@ from pathlib import Path
 import polars as pl
 from torch import Tensor
 
-from fclmodels import params as reading
-from fclmodels.data.split import splits_of
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
+from fclmodels.data.splits.make_splits import make_splits
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.settings import load as reading
 
 DEFAULTS = Path(__file__).parents[1] / "params.yaml"
 SUMS = ["methods.fedprotip.exchange=sketch", "methods.fedprotip.tip_reference=mean"]
@@ -27,9 +27,9 @@ SUMS = ["methods.fedprotip.exchange=sketch", "methods.fedprotip.tip_reference=me
 def run(
     method: str, settings: list[str], splits: Splits, folder: Path, nudge: float = 0.0
 ) -> tuple[dict[str, Tensor], str]:
-    with Experiment(reading.load(DEFAULTS, settings), method, 0, splits, folder / "home") as experiment:
-        build = experiment.method.built
-        experiment.method.built = lambda spec: {n: W * (1 + nudge) for n, W in build(spec).items()}
+    with Experiment(reading.load_params(DEFAULTS, settings), method, 0, splits, folder / "home") as experiment:
+        network, draw = experiment.method.network, experiment.method.network.initial_weights
+        network.initial_weights = lambda spec: {n: W * (1 + nudge) for n, W in draw(spec).items()}
         result = experiment.run(folder / "run")
         weights = experiment.store.get(result["digests"]["state"])["server"]["weights"]
     accuracy = ", ".join(f"{reading} {m['acc']:.4f}" for reading, m in result["metrics"].items() if "acc" in m)
@@ -41,18 +41,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", default=["fedavg", "fot", "special", "fedprotip"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
-    shared = ["federation.executor=serial", *SUMS, *given.set]
+    options = parser.parse_args()
+    shared = ["federation.executor=serial", *SUMS, *options.set]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        splits = Splits.open(splits_of(reading.load(DEFAULTS, shared), folder))
-        for method in given.methods:
-            plain, told = run(method, shared, splits, folder / f"{method}-plain")
-            print(f"{method}: plain: {told}", flush=True)
+        splits = Splits.open(make_splits(reading.load_params(DEFAULTS, shared), folder))
+        for method in options.methods:
+            plain, summary = run(method, shared, splits, folder / f"{method}-plain")
+            print(f"{method}: plain: {summary}", flush=True)
             for name, settings, nudge in (("secagg", ["federation.secagg.on=true"], 0.0), ("nudged", [], 2**-23)):
-                other, told = run(method, [*shared, *settings], splits, folder / f"{method}-{name}", nudge)
-                off = max(float((plain[part] - W).abs().max()) for part, W in other.items())
-                print(f"{method}: {name}: {told}; weights within {off:.2g}", flush=True)
+                other, summary = run(method, [*shared, *settings], splits, folder / f"{method}-{name}", nudge)
+                distance = max(float((plain[part] - W).abs().max()) for part, W in other.items())
+                print(f"{method}: {name}: {summary}; weights within {distance:.2g}", flush=True)
 
 
 if __name__ == "__main__":

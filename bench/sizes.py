@@ -1,4 +1,4 @@
-"""How far honest clients are from a round's median, in what federation.inspection holds to it and in what it does not.
+"""Distances of honest clients from a round's median, in parts that federation.inspection compares and in others.
 
     fcl pretrain --out data/pretrained/letters     # for the methods on a frozen backbone
     python bench/sizes.py [--out tries/sizes]
@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 from attacks import FROZEN
-from study import ALONE, Job, splits_of
+from study import ALONE, Job, make_splits
 
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
-from fclmodels.federation import inspection
-from fclmodels.federation.soundness import length
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.federation.protection import inspection
+from fclmodels.federation.protection.reply_checks import length
 
 SETTINGS = ["partition.val=0", "model={backbone: cnn, width: 8}", "federation.rounds=3", "optimizer.lr=0.1"]
 STREAMS = {
@@ -44,49 +44,54 @@ METHODS = {
     "nearest-prototype": FROZEN,
     "pip-l2p": FROZEN,
 }
-NOT_HELD = ("sketch", "directions", "statistics")
+NOT_COMPARED = ("sketch", "directions", "statistics")
 
 
-def largest(stream: str, method: str, out: Path) -> dict[str, float]:
-    """Of each part that one run sends, in medians."""
-    found: dict[str, float] = defaultdict(float)
-    look, faults = inspection.look, inspection.faults
+def find_largest(stream: str, method: str, out: Path) -> dict[str, float]:
+    """Return the largest size of each part that one run sends, in medians."""
+    largest: dict[str, float] = defaultdict(float)
+    original_look, original_faults = inspection.inspect_reply, inspection.find_defects
 
-    def measured(reply: Any, *more: Any) -> inspection.Look:
-        seen = look(reply, *more)
-        others = {n: [length(p.tensors)] for n, p in reply.parts.items() if p.kind in NOT_HELD and not p.over}
-        return replace(seen, sizes={**seen.sizes, **others})
+    def measured(reply: Any, *more: Any) -> inspection.Finding:
+        look = original_look(reply, *more)
+        others = {n: [length(p.tensors)] for n, p in reply.parts.items() if p.kind in NOT_COMPARED and not p.over}
+        return replace(look, sizes={**look.sizes, **others})
 
-    def compared(looks: dict[int, inspection.Look], *more: Any) -> dict[int, inspection.Fault]:
-        for name in {name for seen in looks.values() for name in seen.sizes}:
-            for sizes in zip(*(seen.sizes[name] for seen in looks.values() if name in seen.sizes), strict=True):
-                found[name] = max(found[name], max(sizes) / (inspection.median(sizes) or 1.0))
-        return faults(looks, *more)
+    def compared(looks: dict[int, inspection.Finding], *more: Any) -> dict[int, inspection.ReplyDefect]:
+        for name in {name for look in looks.values() for name in look.sizes}:
+            for sizes in zip(
+                *(look.sizes[name] for look in looks.values() if name in look.sizes),
+                strict=True,
+            ):
+                largest[name] = max(largest[name], max(sizes) / (inspection.median(sizes) or 1.0))
+        return original_faults(looks, *more)
 
     name = method.partition(",")[0]
     settings = [*SETTINGS, *STREAMS[stream], *ALONE, "federation.inspection.largest=null", *METHODS[method]]
     job = Job(params=Path("params.yaml"), settings=settings, method=name, seed=0, on_val=False, out=out)
-    with patch.multiple(inspection, look=measured, faults=compared), TemporaryDirectory() as folder:
-        splits = Splits.open(splits_of(job.load(), out))
+    with patch.multiple(inspection, look=measured, find_defects=compared), TemporaryDirectory() as folder:
+        splits = Splits.open(make_splits(job.load(), out))
         with Experiment(job.load(), name, 0, splits, Path(folder) / "home") as experiment:
             experiment.run(Path(folder) / "run")
-    return found
+    return largest
 
 
-def table(out: Path) -> Iterator[str]:
+def format_table(out: Path) -> Iterator[str]:
     yield "| | | " + " | ".join(STREAMS) + " |\n" + "|---" * (len(STREAMS) + 2) + "|"
     for method in METHODS:
-        of_streams = [largest(stream, method, out) for stream in STREAMS]
-        for part in dict.fromkeys(part for found in of_streams for part in found):
-            yield f"| {method} | {part} | " + " | ".join(f"{found.get(part, 1):.3g}" for found in of_streams) + " |"
+        of_streams = [find_largest(stream, method, out) for stream in STREAMS]
+        for part in dict.fromkeys(part for largest in of_streams for part in largest):
+            yield (
+                f"| {method} | {part} | " + " | ".join(f"{largest.get(part, 1):.3g}" for largest in of_streams) + " |"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tries/sizes"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for line in table(given.out):
+    for line in format_table(options.out):
         print(line, flush=True)
 
 

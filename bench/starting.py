@@ -1,4 +1,4 @@
-"""How long it takes until something happens: importing, `fcl --help`, `fcl run` of what is done, `dvc repro` again."""
+"""Seconds until something happens: imports, `fcl --help`, `fcl run` of a finished run, `dvc repro` again."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from measuring import Bench, Row, taking_turns
+from measuring import Bench, Row, take_turns
 
 PROJECT = Path(__file__).parents[1]
 PARTS = ("flows", "tasks", "fclmodels", "params.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore")
@@ -19,12 +19,13 @@ IMPORT, HELP_SECONDS, START_SECONDS = 1.5, 0.5, 2.0
 PLAIN = """
 import sys
 from pathlib import Path
-from fclmodels import params, plugins
-from fclmodels.data.split import splits_of
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
-settings = params.load("params.yaml")
-splits = Splits.open(splits_of(settings, Path("plain")))
+from fclmodels import plugins
+from fclmodels.settings.load import load_params
+from fclmodels.data.splits.make_splits import make_splits
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
+settings = load_params("params.yaml")
+splits = Splits.open(make_splits(settings, Path("plain")))
 for method in settings.experiment.methods:
     for seed in settings.experiment.seeds:
         with Experiment(settings, method, seed, splits, Path("plain/home")) as experiment:
@@ -33,8 +34,8 @@ for method in settings.experiment.methods:
 
 
 @contextmanager
-def copy_of_the_project() -> Iterator[Path]:
-    """Without data and runs, in a repository of its own."""
+def copy_project() -> Iterator[Path]:
+    """Yield a copy of the project without data and runs, in a repository of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for part in PARTS:
@@ -62,57 +63,69 @@ def python(line: str) -> partial[None]:
     return partial(call, PROJECT, sys.executable, "-c", line)
 
 
-def imported(turns: int) -> Iterator[Row]:
-    """All that an experiment needs, not only the package's name."""
-    lines = {"ours": "import fclmodels, fclmodels.experiment", "torch": "import torch"}
-    seconds = taking_turns({side: python(line) for side, line in lines.items()}, turns)
-    yield Row("import", "import fclmodels.experiment, import torch", seconds["ours"], seconds["torch"], limit=IMPORT)
+def measure_imports(turns: int) -> Iterator[Row]:
+    """Measure the imports of an experiment."""
+    lines = {"ours": "import fclmodels, fclmodels.experiment.experiment", "torch": "import torch"}
+    seconds = take_turns({side: python(line) for side, line in lines.items()}, turns)
+    yield Row(
+        "import",
+        "import fclmodels.experiment.experiment, import torch",
+        seconds["ours"],
+        seconds["torch"],
+        limit=IMPORT,
+    )
 
 
-def helped(turns: int) -> Iterator[Row]:
-    seconds = taking_turns({"help": partial(call, PROJECT, "fcl", "--help")}, turns)["help"]
+def measure_help(turns: int) -> Iterator[Row]:
+    seconds = take_turns({"help": partial(call, PROJECT, "fcl", "--help")}, turns)["help"]
     yield Row("help", f"fcl --help, {HELP_SECONDS} s", seconds, [HELP_SECONDS] * turns, limit=1)
 
 
-def started(turns: int) -> Iterator[Row]:
-    """`fcl run`, the server up: until a run's first step is in the store, and of a run that is done."""
-    imports = "import flows.cli, flows.launch, flows.experiment"
-    with copy_of_the_project() as folder:
+def measure_start(turns: int) -> Iterator[Row]:
+    """Measure `fcl run` with the server up: until a run's first step is in the store, and of a finished run."""
+    imports = "import flows.cli.app, flows.prefect.launch, flows.experiment"
+    with copy_project() as folder:
         call(folder, "fcl", "prepare")
         call(folder, "fcl", "partition")
-        seeds, begun = iter(range(1 + turns)), []
+        seeds, seconds_to_first_step = iter(range(1 + turns)), []
 
         def fresh() -> None:
             now = time.time()
             call(folder, *run, f"--seed={next(seeds)}")
             steps = (path.stat().st_mtime for path in (folder / ".fcl").rglob("done/*.json"))
-            begun.append(min(step for step in steps if step > now) - now)
+            seconds_to_first_step.append(min(step for step in steps if step > now) - now)
 
         run = ("fcl", "run", "--method", "fedavg", "--set", "federation.rounds=1")
         again = partial(call, folder, *run, "--seed=0")
         python_alone = partial(call, folder, sys.executable, "-c", imports)
-        seconds = taking_turns({"fresh": fresh, "again": again, "imports": python_alone}, turns)
-    beyond = [whole - before for whole, before in zip(begun[1:], seconds["imports"], strict=True)]
+        seconds = take_turns({"fresh": fresh, "again": again, "imports": python_alone}, turns)
+        together = partial(call, folder, *run, "--seed=0,1")
+        one_by_one = [partial(call, folder, *run, f"--seed={seed}") for seed in range(2)]
+        several = take_turns({"together": together, "one by one": lambda: [each() for each in one_by_one]}, turns)
+    beyond_imports = [
+        whole - before for whole, before in zip(seconds_to_first_step[1:], seconds["imports"], strict=True)
+    ]
     yield Row(
         "start",
         f"fcl run until its first step, beyond imports, {START_SECONDS} s",
-        beyond,
+        beyond_imports,
         [START_SECONDS] * turns,
         limit=1,
     )
-    yield Row("cached-run", "fcl run of what is done, its imports", seconds["again"], seconds["imports"])
+    yield Row("cached-run", "fcl run of a finished run, its imports", seconds["again"], seconds["imports"])
+    yield Row("one-start", "fcl run of two finished runs, one by one", several["together"], several["one by one"])
 
 
-def pipeline(turns: int) -> Iterator[Row]:
-    """The demo by `dvc repro`, the same without DVC, Prefect and MLflow, and `dvc repro` again."""
+def measure_pipeline(turns: int) -> Iterator[Row]:
+    """Measure the demo by `dvc repro`, without DVC, Prefect and MLflow, and by `dvc repro` again."""
     sides: dict[str, list[float]] = {"first": [], "plain": [], "again": []}
     commands = {"first": ["dvc", "repro"], "plain": [sys.executable, "-c", PLAIN], "again": ["dvc", "repro"]}
     for _ in range(turns):
-        with copy_of_the_project() as folder:
+        with copy_project() as folder:
             for side, command in commands.items():
-                started = time.perf_counter()
+                measure_start = time.perf_counter()
                 call(folder, *command)
-                sides[side].append(time.perf_counter() - started)
+                sides[side].append(time.perf_counter() - measure_start)
     yield Row(
         "pipeline",
         "dvc repro of the demo, its experiments without DVC, Prefect, MLflow",
@@ -123,8 +136,8 @@ def pipeline(turns: int) -> Iterator[Row]:
 
 
 BENCHES = [
-    Bench("import", imported, 7),
-    Bench("help", helped, 7),
-    Bench("start", started, 5),
-    Bench("pipeline", pipeline, 1),
+    Bench("import", measure_imports, 7),
+    Bench("help", measure_help, 7),
+    Bench("start", measure_start, 5),
+    Bench("pipeline", measure_pipeline, 1),
 ]

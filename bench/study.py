@@ -25,17 +25,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from tune import OnVal
 
-from fclmodels import params as reading
 from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.make_splits import write_splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.experiment import Experiment, digest_of
-from fclmodels.federation import malloc
-from fclmodels.metrics import OF_MATRIX
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.federation.executors import glibc_malloc
+from fclmodels.metrics import MATRIX_METRICS
 from fclmodels.plugins import find
-from fclmodels.report.runs import read_run
-from fclmodels.settings import Params
+from fclmodels.report.read_runs import read_run
+from fclmodels.settings import load as reading
+from fclmodels.settings.schema import Params
+from fclmodels.storage.digests import json_digest
 
 ALONE = ["federation.executor=serial", "federation.threads=1"]
 
@@ -46,12 +47,12 @@ class Row(BaseModel):
     method: str
     set: list[str] = []
     grid: dict[str, list[Any]] = {}
-    like: str | None = None  # a row whose grid has chosen for this one too
+    like: str | None = None  # a row whose best point this one uses too
     seeds: list[int] | None = None
 
     @property
     def points(self) -> list[list[str]]:
-        """Each point of the grid, as settings."""
+        """Points of the grid, as settings."""
         axes = [[f"{key}={json.dumps(value)}" for value in values] for key, values in self.grid.items()]
         return [list(point) for point in itertools.product(*axes)]
 
@@ -65,12 +66,12 @@ class Study(BaseModel):
     tune_seeds: list[int] = [100]
     reading: str = "task_agnostic"
     metrics: list[str]
-    after_each: list[str] = []  # metrics of fclmodels.metrics.OF_MATRIX
+    after_each: list[str] = []  # metrics of fclmodels.metrics.MATRIX_METRICS
     rows: dict[str, Row]
 
 
 class Job(BaseModel):
-    """One run, and the folder that holds it when it is done."""
+    """One run, and its folder."""
 
     params: Path
     settings: list[str]
@@ -81,21 +82,23 @@ class Job(BaseModel):
 
     @property
     def folder(self) -> Path:
-        known = {**self.model_dump(mode="json", exclude={"out"}), "text": self.params.read_text()}
-        return self.out / ("tuned" if self.on_val else "runs") / f"{self.method}-{self.seed}-{digest_of(known)[:10]}"
+        identity = {**self.model_dump(mode="json", exclude={"out"}), "text": self.params.read_text()}
+        return (
+            self.out / ("tuned" if self.on_val else "runs") / f"{self.method}-{self.seed}-{json_digest(identity)[:10]}"
+        )
 
     def load(self) -> Params:
-        return reading.load(self.params, self.settings, self.method)
+        return reading.load_params(self.params, self.settings, self.method)
 
 
-def done(job: Job) -> str | None:
-    """Run it where that has not been done; why it ended early, if it did."""
-    malloc.tune()
+def run_job(job: Job) -> str | None:
+    """Run a job that has not finished; returns why it ended early, if it did."""
+    glibc_malloc.tune()
     folder, home = job.folder, job.out / "home" / job.folder.name
-    if finished(job):
+    if is_finished(job):
         return None
-    splits = (OnVal if job.on_val else Splits).open(splits_of(job.load(), job.out))
-    shared = job.out.absolute() / "queries"  # what frozen backbones say of the samples, asked for once
+    splits = (OnVal if job.on_val else Splits).open(make_splits(job.load(), job.out))
+    shared = job.out.absolute() / "queries"  # activations of frozen backbones, computed once
     for place in (shared, home):
         place.mkdir(parents=True, exist_ok=True)
     if not (home / "queries").exists():
@@ -109,69 +112,72 @@ def done(job: Job) -> str | None:
     return None
 
 
-def splits_of(params: Params, out: Path) -> Path:
-    """Made once for the same settings of data, stream and partition."""
+def make_splits(params: Params, out: Path) -> Path:
+    """Return the folder of splits, made once for the same settings of data, stream and partition."""
     settings = {name: getattr(params, name).model_dump(mode="json") for name in ("data", "stream", "partition")}
-    prepared = out / "data" / f"prepared-{digest_of(settings['data'])[:10]}"
-    splits = out / "data" / f"splits-{digest_of(settings)[:10]}"
+    prepared = out / "data" / f"prepared-{json_digest(settings['data'])[:10]}"
+    splits = out / "data" / f"splits-{json_digest(settings)[:10]}"
     if not (prepared / "meta.json").is_file():
         prepare(find("source", params.data.source)(params.data), prepared)
     if not (splits / "stream.json").is_file():
         stream = find("stream", params.stream.kind)(params.stream)
-        split(prepared, stream, find("partition", params.partition.kind)(params.partition), splits)
+        write_splits(prepared, stream, find("partition", params.partition.kind)(params.partition), splits)
     return splits
 
 
-def jobs(study: Study, row: Row, chosen: list[str], seeds: list[int], on_val: bool, out: Path) -> list[Job]:
-    settings = [*study.set, *ALONE, *chosen, *row.set]
+def build_jobs(study: Study, row: Row, point: list[str], seeds: list[int], on_val: bool, out: Path) -> list[Job]:
+    settings = [*study.set, *ALONE, *point, *row.set]
     shared = {"params": study.params, "settings": settings, "method": row.method, "on_val": on_val, "out": out}
     return [Job(seed=seed, **shared) for seed in seeds]
 
 
-def do(pool: ProcessPoolExecutor, wanted: list[Job]) -> None:
-    for job in wanted:
-        splits_of(job.load(), job.out)
-    for number, (job, problem) in enumerate(zip(wanted, pool.map(done, wanted), strict=True), start=1):
-        told = f": {problem}" if problem else ""
-        print(f"{number} of {len(wanted)}: {job.folder.name} {' '.join(job.settings[-4:])}{told}", file=sys.stderr)
+def run_jobs(pool: ProcessPoolExecutor, jobs: list[Job]) -> None:
+    for job in jobs:
+        make_splits(job.load(), job.out)
+    for number, (job, problem) in enumerate(zip(jobs, pool.map(run_job, jobs), strict=True), start=1):
+        reason = f": {problem}" if problem else ""
+        print(f"{number} of {len(jobs)}: {job.folder.name} {' '.join(job.settings[-4:])}{reason}", file=sys.stderr)
 
 
-def acc_on_val(study: Study, runs: list[Job]) -> float:
-    """The mean over the tuning seeds; none where a run ended early, as one that diverges does."""
-    if not all(map(finished, runs)):
+def mean_val_acc(study: Study, runs: list[Job]) -> float:
+    """Return the mean over the tuning seeds; -1 where a run ended early, as one that diverges does."""
+    if not all(map(is_finished, runs)):
         return -1.0
     return float(np.mean([read_run(job.folder).result.metrics[study.reading]["acc"] for job in runs]))
 
 
-def choices(study: Study, labels: list[str], pool: ProcessPoolExecutor, out: Path) -> dict[str, list[str]]:
-    """Of each row with a grid the point that val rows choose."""
+def choose_points(study: Study, labels: list[str], pool: ProcessPoolExecutor, out: Path) -> dict[str, list[str]]:
+    """Return, for each row with a grid, the point that is best on val rows."""
     tuned = {
-        label: [(point, jobs(study, row, point, study.tune_seeds, True, out)) for point in row.points]
+        label: [(point, build_jobs(study, row, point, study.tune_seeds, True, out)) for point in row.points]
         for label, row in study.rows.items()
         if row.grid and (label in labels or any(study.rows[one].like == label for one in labels))
     }
-    do(pool, [job for points in tuned.values() for _, runs in points for job in runs])
-    found = {}
+    run_jobs(pool, [job for points in tuned.values() for _, runs in points for job in runs])
+    best_points = {}
     for label, points in tuned.items():
-        judged = [(acc_on_val(study, runs), point) for point, runs in points]
+        judged = [(mean_val_acc(study, runs), point) for point, runs in points]
         for value, point in judged:
             print(f"val: {label}: {100 * value:.1f} {' '.join(point)}", file=sys.stderr)
-        found[label] = max(judged, key=lambda one: one[0])[1]
-    return found
+        best_points[label] = max(judged, key=lambda one: one[0])[1]
+    return best_points
 
 
-def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
+def format_table(study: Study, run_job: dict[str, list[Job]]) -> Iterator[str]:
     travelled = {f"MB {way}": (f"bytes_{way}", 1e6) for way in ("up", "down", "kept")}
-    # Rounds to the best are known where monitors.accuracy is on.
+    # There are rounds to the best where monitors.accuracy is on.
     costs = {"rounds to best": ("rounds_to_best", 1), "s a round": ("seconds_per_round", 1), **travelled}
     yield "| | " + " | ".join([*study.metrics, *costs, "settings"]) + " |"
     yield "|---" * (len(study.metrics) + len(costs) + 2) + "|"
-    for label, runs in done.items():
-        there = [read_run(job.folder) for job in runs if finished(job)]
+    for label, runs in run_job.items():
+        there = [read_run(job.folder) for job in runs if is_finished(job)]
         if len(there) < len(runs):
             yield f"| {label} | ended early with {len(runs) - len(there)} of {len(runs)} seeds |"
             continue
-        cells = [spread([metric(run.result.metrics, study.reading, name) for run in there]) for name in study.metrics]
+        cells = [
+            format_spread([find_metric(run.result.metrics, study.reading, name) for run in there])
+            for name in study.metrics
+        ]
         for name, unit in costs.values():
             values = [run.costs[name] for run in there]
             cells.append("" if None in values else f"{np.mean(np.array(values, float)) / unit:.3g}")
@@ -179,30 +185,30 @@ def table(study: Study, done: dict[str, list[Job]]) -> Iterator[str]:
         yield f"| {label} | " + " | ".join(cells) + f" | {' '.join(f'`{one}`' for one in own)} |"
 
 
-def table_after_each(study: Study, done: dict[str, list[Job]], name: str) -> Iterator[str]:
-    """A metric after 1 to T tasks: of the accuracies as they stood then, on the tasks that had been learned."""
-    tasks = max(read_run(job.folder).tasks for runs in done.values() for job in runs if finished(job))
+def format_table_after_each(study: Study, run_job: dict[str, list[Job]], name: str) -> Iterator[str]:
+    """Yield a table of a metric after 1 to T tasks: of the accuracies at that time on the tasks learned so far."""
+    tasks = max(read_run(job.folder).tasks for runs in run_job.values() for job in runs if is_finished(job))
     yield f"| {name} | " + " | ".join(map(str, range(1, tasks + 1))) + " |"
     yield "|---" * (tasks + 1) + "|"
-    for label, runs in done.items():
-        matrices = [read_run(job.folder).matrices[study.reading] for job in runs if finished(job)]
+    for label, runs in run_job.items():
+        matrices = [read_run(job.folder).matrices[study.reading] for job in runs if is_finished(job)]
         if not matrices:
             continue
-        stood = [[OF_MATRIX[name](a[: t + 1, :t]) for a in matrices] for t in range(1, len(matrices[0]))]
-        yield f"| {label} | " + " | ".join(spread(values).partition(" ")[0] for values in stood) + " |"
+        stood = [[MATRIX_METRICS[name](a[: t + 1, :t]) for a in matrices] for t in range(1, len(matrices[0]))]
+        yield f"| {label} | " + " | ".join(format_spread(values).partition(" ")[0] for values in stood) + " |"
 
 
-def finished(job: Job) -> bool:
+def is_finished(job: Job) -> bool:
     return (job.folder / "result.json").is_file()
 
 
-def metric(metrics: dict[str, dict[str, float | None]], by: str, name: str) -> float | None:
-    """A metric of the study's reading, or, as reading.name, of another."""
+def find_metric(metrics: dict[str, dict[str, float | None]], by: str, name: str) -> float | None:
+    """Return a metric of the study's reading, or, as reading.name, of another."""
     other, _, name = name.rpartition(".")
     return metrics.get(other or by, {}).get(name)
 
 
-def spread(values: list[float | None]) -> str:
+def format_spread(values: list[float | None]) -> str:
     if None in values:
         return ""
     numbers = 100 * np.array(values, float)
@@ -216,22 +222,22 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", nargs="+", help="labels, if not all")
     parser.add_argument("--set", nargs="+", default=[], help="settings over the study's own")
-    given = parser.parse_args()
-    study = Study.model_validate(yaml.safe_load(given.study.read_text()))
-    study.set += given.set
-    out = given.out or Path("tries") / given.study.stem
-    labels = given.rows or list(study.rows)
-    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
-        chosen = choices(study, labels, pool, out)
+    options = parser.parse_args()
+    study = Study.model_validate(yaml.safe_load(options.study.read_text()))
+    study.set += options.set
+    out = options.out or Path("tries") / options.study.stem
+    labels = options.rows or list(study.rows)
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        point = choose_points(study, labels, pool, out)
         runs = {}
         for label in labels:
             row = study.rows[label]
-            point = chosen.get(row.like or label, [])
-            runs[label] = jobs(study, row, point, row.seeds or study.seeds, False, out)
-        do(pool, [job for of_row in runs.values() for job in of_row])
-    print("\n".join(table(study, runs)))
+            point = point.get(row.like or label, [])
+            runs[label] = build_jobs(study, row, point, row.seeds or study.seeds, False, out)
+        run_jobs(pool, [job for of_row in runs.values() for job in of_row])
+    print("\n".join(format_table(study, runs)))
     for name in study.after_each:
-        print("\n" + "\n".join(table_after_each(study, runs, name)))
+        print("\n" + "\n".join(format_table_after_each(study, runs, name)))
 
 
 if __name__ == "__main__":

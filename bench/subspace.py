@@ -1,4 +1,4 @@
-"""What gradient subspaces cost: a projected training step against a plain one, on one thread.
+"""Cost of gradient subspaces: a projected training step against a plain one, on one thread.
 
 Random bases fill 20 and 60 % of what each layer's input can span, in all layers below the head. `dense` is the plain
 way at 20 %, (G Phi) Phi^T on every gradient with all taps of the kernels.
@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from measuring import Bench, Row, taking_turns
+from measuring import Bench, Row, take_turns
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from works import RGB, SHARE, WORKS, random_basis
+from workloads import RGB, SHARE, WORKS, draw_basis
 
-from fclmodels.backbones.capture import Layer, layers_of
-from fclmodels.backbones.network import Network, build
-from fclmodels.backbones.projection import Projection, split_by_width
-from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.inputs.gradient_projection import Projection, split_by_width
+from fclmodels.backbones.inputs.layer_capture import Layer, find_layers
+from fclmodels.backbones.model.network import Network, build_network
+from fclmodels.backbones.model.spec import ModelSpec
 
 SHARES = (SHARE, 0.6)
 
 
 def training_step(network: Network, batch_size: int) -> Callable[[Callable[[dict[str, Tensor]], None]], None]:
-    """A function that takes one SGD step and shows the gradients before it."""
+    """Return a function that takes one SGD step, after a change of its gradients by its argument."""
     inputs, labels = torch.randn(batch_size, *RGB), torch.randint(10, (batch_size,))
     optimiser = torch.optim.SGD(network.parameters(), 0.01, fused=True)
 
@@ -36,9 +36,9 @@ def training_step(network: Network, batch_size: int) -> Callable[[Callable[[dict
 
 
 def dense(layers: dict[str, Layer]) -> Callable[[dict[str, Tensor]], None]:
-    """G - (G Phi) Phi^T on the whole gradients of all layers."""
+    """Return a function that makes all layers' gradients G - (G Phi) Phi^T."""
     widths = {layer.weight: layer.module.weight[0].numel() for layer in layers.values()}
-    bases = {name: random_basis(width) for name, width in widths.items()}
+    bases = {name: draw_basis(width) for name, width in widths.items()}
 
     def change(gradients: dict[str, Tensor]) -> None:
         for name, Phi in bases.items():
@@ -51,18 +51,18 @@ def dense(layers: dict[str, Layer]) -> Callable[[dict[str, Tensor]], None]:
 def steps(name: str, turns: int) -> Iterator[Row]:
     torch.manual_seed(0)
     work = WORKS[name]
-    network = build(ModelSpec(work.model, RGB, "growing", (tuple(range(10)),)), torch.Generator())
+    network = build_network(ModelSpec(work.model, RGB, "growing", (tuple(range(10)),)), torch.Generator())
     network.train()
-    layers = {key: layer for key, layer in layers_of(network, RGB).items() if key.startswith("backbone.")}
+    layers = {key: layer for key, layer in find_layers(network, RGB).items() if key.startswith("backbone.")}
     step = training_step(network, work.batch)
 
     def projected(share: float) -> Callable[[], None]:
-        bases = {key: random_basis(layer.width, share) for key, layer in layers.items()}
+        bases = {key: draw_basis(layer.width, share) for key, layer in layers.items()}
         projection = Projection(layers, *split_by_width(bases))
 
         def run() -> None:
-            with projection.within(network, work.batch):
-                step(projection.gradients)
+            with projection.project_in_backward(network, work.batch):
+                step(projection.project_gradients)
 
         return run
 
@@ -72,7 +72,7 @@ def steps(name: str, turns: int) -> Iterator[Row]:
         **{f"{share:.0%}": projected(share) for share in SHARES},
         "dense": lambda: step(all_taps),
     }
-    seconds = taking_turns(sides, turns)
+    seconds = take_turns(sides, turns)
     for side in list(sides)[1:]:
         yield Row(f"{name}-step-{side}", "a projected step, a plain one", seconds[side], seconds["plain"])
 

@@ -1,4 +1,4 @@
-"""A grid of settings, judged on val rows: how the settings of a comparison are chosen. Test rows are never read.
+"""Grid search on val rows for the settings of a comparison. Test rows are never read.
 
     python bench/tune.py fot --splits data/splits --seeds 100 101 102 --grid optimizer.lr=0.02,0.05,0.1 \\
         --grid methods.fot.threshold=0.9,0.95,0.98 [--params params.yaml] [--set federation.rounds=5]
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fclmodels import params as reading
-from fclmodels.data.splits import Rows, Splits
+from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.errors import UserError
-from fclmodels.experiment import Experiment
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.settings import load as reading
 
 METRICS = ("acc", "ft", "learning_acc")
 
@@ -27,13 +27,13 @@ METRICS = ("acc", "ft", "learning_acc")
 class OnVal(Splits):
     """Splits whose evaluation reads val rows."""
 
-    def test_rows(self, task: int, client: int | None = None) -> Rows:
-        return self.rows(task, "val", client)
+    def select_test_rows(self, task: int, client: int | None = None) -> Rows:
+        return self.select_rows(task, "val", client)
 
 
-def judged(params: Path, overrides: list[str], method: str, seed: int, splits: Splits, by: str) -> list[float]:
+def evaluate_point(params: Path, overrides: list[str], method: str, seed: int, splits: Splits, by: str) -> list[float]:
     with tempfile.TemporaryDirectory() as home:
-        settings = reading.load(params, overrides)
+        settings = reading.load_params(params, overrides)
         try:
             with Experiment(settings, method, seed, splits, Path(home)) as experiment:
                 metrics = experiment.run(Path(home) / "run")["metrics"][by]
@@ -52,15 +52,20 @@ def main() -> None:
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102])
     parser.add_argument("--by", default="task_aware")
-    given = parser.parse_args()
-    axes = [[f"{key}={value}" for value in values.split(",")] for key, values in (g.split("=", 1) for g in given.grid)]
-    splits = OnVal.open(given.splits)
-    found = []
+    options = parser.parse_args()
+    axes = [
+        [f"{key}={value}" for value in values.split(",")] for key, values in (g.split("=", 1) for g in options.grid)
+    ]
+    splits = OnVal.open(options.splits)
+    means = []
     for point in itertools.product(*axes):
-        overrides = [*given.set, *point]
-        runs = [judged(given.params, overrides, given.method, seed, splits, given.by) for seed in given.seeds]
-        found.append((np.mean(runs, axis=0), point))
-    for mean, point in sorted(found, key=lambda one: -np.nan_to_num(one[0][0], nan=-1)):
+        overrides = [*options.set, *point]
+        runs = [
+            evaluate_point(options.params, overrides, options.method, seed, splits, options.by)
+            for seed in options.seeds
+        ]
+        means.append((np.mean(runs, axis=0), point))
+    for mean, point in sorted(means, key=lambda one: -np.nan_to_num(one[0][0], nan=-1)):
         print("  ".join(f"{name} {100 * value:5.1f}" for name, value in zip(METRICS, mean, strict=True)), *point)
 
 

@@ -19,21 +19,23 @@ from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
-from fclmodels.errors import shown  # noqa: E402
-from fclmodels.explain import Setting, explain  # noqa: E402
-from fclmodels.params import preset_of  # noqa: E402
+from fclmodels.errors import format_value  # noqa: E402
+from fclmodels.experiment.method_card import WAYS, MethodCard, describe_methods  # noqa: E402
 from fclmodels.plugins import all_of, find  # noqa: E402
-from fclmodels.report.presets import figures_of  # noqa: E402
-from fclmodels.report.words import METRICS, READINGS  # noqa: E402
-from fclmodels.settings import CHOICES  # noqa: E402
-from fclmodels.trial import WAYS, About, about  # noqa: E402
-from flows.cli import app  # noqa: E402
+from fclmodels.report.labels import METRICS, READINGS  # noqa: E402
+from fclmodels.report.paper_figures import list_figures  # noqa: E402
+from fclmodels.settings.describe import Setting, explain  # noqa: E402
+from fclmodels.settings.load import load_preset  # noqa: E402
+from fclmodels.settings.schema import CHOICES  # noqa: E402
+from flows.cli.app import app  # noqa: E402
 
 METHODS = "Methods"
+SHOWN = ("fclmodels.methods.", "fclmodels.numerics.")
+OF_ALL = ("fclmodels.methods.fedavg", "fclmodels.methods.parts.trained_network")  # modules behind every method
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """In the place of `...` a page of each method."""
+    """Replace `...` in the navigation by the pages of all methods."""
     assert config.nav is not None
     (entry,) = [part for part in config.nav if isinstance(part, dict) and METHODS in part]
     entry[METHODS] = [part for part in entry[METHODS] if part != "..."]
@@ -48,55 +50,60 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A figure and its spread stay on one line."""
+    """Keep a figure and its spread on one line."""
     return markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Path and Markdown of every generated page."""
-    found = about(list(all_of("method")))
-    yield "methods/index.md", methods_index(found)
-    for each in found:
-        yield f"methods/{each['name']}.md", method_page(each)
+    """Yield the path and the Markdown of every generated page."""
+    cards = describe_methods(list(all_of("method")))
+    yield "methods/index.md", methods_index(cards)
+    for card in cards:
+        yield f"methods/{card['name']}.md", method_page(card)
     yield "reference/settings.md", settings_page()
     yield "reference/commands.md", commands_page()
 
 
-def methods_index(found: list[About]) -> str:
-    rows = [(f"[{m['name']}]({m['name']}.md)", m["what"], m["paper"]) for m in found]
+def methods_index(cards: list[MethodCard]) -> str:
+    rows = [(f"[{m['name']}]({m['name']}.md)", m["what"], m["paper"]) for m in cards]
     return "\n".join(["# Methods", "", *table(("method", "what it does", "paper"), rows), ""])
 
 
-def method_page(found: About) -> str:
-    """What a method is, by which equations, its settings, what its clients send, and what it reaches."""
-    name, kind = found["name"], find("method", found["name"])
-    lines = [f"# {name}", "", found["what"], "", f"From: {found['paper']}. In the terminal: `fcl explain {name}`.", ""]
-    lines += ["## What it is", "", *prose(found["words"])]
-    if made_of := list(parts(kind)):
-        lines += ["## What it is made of", "", *(line for part in made_of for line in part)]
+def method_page(card: MethodCard) -> str:
+    """Return the page of a method: its equations, settings, messages and results."""
+    name, kind = card["name"], find("method", card["name"])
+    lines = [f"# {name}", "", card["what"], "", f"From: {card['paper']}. In the terminal: `fcl explain {name}`.", ""]
+    lines += ["## What it is", "", *prose(card["words"])]
+    if sections := list(parts(kind)):
+        lines += ["## What it is made of", "", *(line for section in sections for line in section)]
     settings = [replace(s, path=s.path.removeprefix(f"methods.{name}.")) for s in explain(name)]
     lines += ["## Settings", "", f"In `params.yaml` under `methods.{name}`.", "", *settings_table(settings), ""]
-    lines += ["## What travels", "", *traffic(found), ""]
+    lines += ["## What travels", "", *traffic(card), ""]
     lines += ["## Results here", "", *results(kind), "## The papers' figures", "", *figures(name), ""]
     return "\n".join(lines)
 
 
 def prose(words: str) -> Iterator[str]:
-    """A docstring as paragraphs. As HTML, since in Markdown its formulas would lose their signs."""
+    """Yield a docstring as paragraphs of HTML: in Markdown its formulas would lose their signs."""
     for part in map(escape, re.split(r"\n\s*\n", words)):
-        shown = re.sub("`([^`]+)`", r"<code>\1</code>", part)
-        yield f"<pre><code>{dedent(part)}</code></pre>" if part.startswith(" ") else f"<p>{shown}</p>"
+        html = re.sub("`([^`]+)`", r"<code>\1</code>", part)
+        yield f"<pre><code>{dedent(part)}</code></pre>" if part.startswith(" ") else f"<p>{html}</p>"
         yield ""
 
 
 def parts(kind: Any) -> Iterator[list[str]]:
-    """The words of the modules that hold what a method shares with others, and its mathematics."""
-    own = [sys.modules[cls.__module__] for cls in kind.__mro__ if cls.__module__.startswith("fclmodels.methods.")]
-    used = [getattr(value, "__module__", None) or "" for module in own for value in vars(module).values()]
-    numerics = sorted({name for name in used if name.startswith(("fclmodels.numerics.", "fclmodels.methods."))})
-    names = dict.fromkeys([*(module.__name__ for module in own), *numerics])
+    """Yield the docstrings of the modules that a method is made of: its bases, parts and mathematics."""
+    waiting = [cls.__module__ for cls in kind.__mro__ if cls.__module__.startswith("fclmodels.methods.")]
+    names: dict[str, None] = {}
+    while waiting:
+        name = waiting.pop(0)
+        if name not in names:
+            names[name] = None
+            values = vars(sys.modules[name]).values() if name.startswith("fclmodels.methods.") else ()
+            used = {getattr(value, "__module__", None) or "" for value in values}
+            waiting += sorted(module for module in used if module.startswith(SHOWN))
     for name in names:
-        if name not in (kind.__module__, "fclmodels.methods.base", "fclmodels.methods.fedavg"):
+        if name not in (kind.__module__, *OF_ALL):
             yield part(name, sys.modules[name])
     if attached := getattr(kind, "attaches", None):
         yield part(attached.__module__, attached)
@@ -106,54 +113,60 @@ def part(module: str, documented: Any) -> list[str]:
     return [f"`{module.replace('.', '/')}.py`", "", *prose(inspect.cleandoc(documented.__doc__ or ""))]
 
 
-def traffic(found: About) -> Iterator[str]:
+def traffic(card: MethodCard) -> Iterator[str]:
     yield (
         "In the second task of a short trial: two tasks of two digits, three clients, two rounds. 100 % is all of the "
-        f"trial's network, {found['model_bytes']} bytes. *sum*: the server needs only the sum over clients; *each*: it "
+        f"trial's network, {card['model_bytes']} bytes. *sum*: the server needs only the sum over clients; *each*: it "
         "needs single replies."
     )
     yield ""
     rows = [
         (f"a client {way}", part["part"], part["kind"], f"{100 * part['share']:.3g} %", part["least"].replace("-", ""))
         for way in (*WAYS, "keeps")
-        for part in found["traffic"][way]
+        for part in card["traffic"][way]
     ]
     yield from table(("when", "part", "kind", "size", "least"), rows)
 
 
 def results(kind: Any) -> Iterator[str]:
-    """What the pages of results have measured, and the paper's figures that stand beside it there."""
-    beside = {cls.name for cls in kind.__mro__ if "name" in vars(cls)}
-    found = list(measured.of(kind.name, beside, all_of("method")))
-    if not found:
-        yield "No page of results has a row of it."
+    """Yield the method's rows of the results pages, with the paper's figures beside them."""
+    methods = all_of("method")
+    beside = {name for name, other in methods.items() if extends(kind, other)}
+    tables = list(measured.select_tables(kind.name, beside, methods))
+    if not tables:
+        yield "No results page has a row of it."
         yield ""
         return
     others = " and ".join(sorted(beside - {kind.name})) or "no other method"
     yield (
-        f"Its rows of the pages of [results](../results.md), beside {others}; what begins with *paper* is the paper's "
-        "own. The link says how they came about: what was run smaller than in the paper, and with which seeds."
+        f"Its rows of the [results](../results.md) pages, beside {others}; columns and rows that begin with *paper* "
+        "are the paper's own. The linked pages say what was run smaller than in the paper, and with which seeds."
     )
     yield ""
-    for place, of_place in groupby(found, lambda one: (one.headings[1:] or one.headings, f"{one.page}#{one.anchor}")):
+    for place, of_place in groupby(tables, lambda one: (one.headings[1:] or one.headings, f"{one.page}#{one.anchor}")):
         yield f"[{': '.join(place[0])}](../results/{place[1].removesuffix('#')})"
         for one in of_place:
             yield from ["", one.caption, "", *table(one.header, one.rows)]
         yield ""
 
 
+def extends(kind: Any, other: Any) -> bool:
+    """Return whether a method is another one with something more: by its class, or by its settings."""
+    return issubclass(kind, other) or ("Settings" in vars(other) and other.Settings in kind.Settings.__mro__)
+
+
 def figures(name: str) -> Iterator[str]:
-    """What papers say of it, as the presets have it."""
+    """Yield the papers' figures of a method, from the presets."""
     rows = []
     for file in sorted((HERE.parent / "presets").glob("*.yaml")):
-        preset, _ = preset_of(file)
-        for figure in figures_of(preset, name):
+        preset, _ = load_preset(file)
+        for figure in list_figures(preset, name):
             where = ", ".join(f"{key}={value}" for key, value in figure.table.where.items())
-            told = [f"{METRICS[c].title} {figure.text(c)}" for c in figure.values if not c.endswith("_std")]
+            values = [f"{METRICS[c].title} {figure.text(c)}" for c in figure.values if not c.endswith("_std")]
             reading = READINGS[figure.table.reading].title
-            rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(told)))
+            rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(values)))
     if rows:
-        yield "In %, ± standard deviation. `fcl preset NAME` runs a setting and puts its own figures beside them."
+        yield "In %, ± standard deviation. `fcl preset NAME` runs a setting and shows the measured figures beside them."
         yield ""
         yield from table(("preset", "table", "reading", "where", "figures"), rows)
     else:
@@ -179,14 +192,14 @@ def settings_page() -> str:
 def settings_table(settings: Iterable[Setting]) -> list[str]:
     rows = []
     for s in settings:
-        default = s.default if isinstance(s.default, str) else shown(s.default)
+        default = s.default if isinstance(s.default, str) else format_value(s.default)
         rows.append((code(s.path), escape(s.allowed), code(default), escape(s.description), of(s)))
     header = ("setting", "it is", "default", "meaning", "of")
     return table(header, rows) if any(row[-1] for row in rows) else table(header[:-1], [row[:-1] for row in rows])
 
 
 def of(setting: Setting) -> str:
-    """The plugins that have a setting, where not all of its block do."""
+    """Return the plugins that have a setting, if not all of its block do."""
     block = setting.path.split(".")[0]
     if not setting.kinds or block not in CHOICES:
         return ""
@@ -207,7 +220,7 @@ def commands_page() -> str:
 
 
 def needed(parameter: Any) -> str:
-    """How it stands in the command's usage: nothing for an option that may be left out."""
+    """Return a parameter as the command's usage shows it; empty for an option that is not required."""
     name = parameter.name.upper() + "..." * (parameter.nargs < 0)
     if parameter.param_type_name == "option":
         return f"{parameter.opts[0]} {name}" if parameter.required else ""
@@ -229,5 +242,5 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 
 
 def code(text: str) -> str:
-    """Not between backticks: in a table they show the backslash before a bar."""
+    """Return text as HTML code: in a table, backticks show the backslash before a bar."""
     return f"<code>{escape(text).replace('|', '&#124;')}</code>" if text else ""

@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line: what, where, and what would be right."""
+"""Errors for a user's mistakes: one line with what is wrong, where, and what would be right."""
 
 import difflib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class UserError(Exception):
-    """A mistake outside the program. Its message is the whole of what the user sees."""
+    """A mistake outside the program. The user sees its message and nothing else."""
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """The end of an error line: the nearest valid name, or all of them where none is near."""
+def suggest_name(name: str, valid: Iterable[str]) -> str:
+    """Return the end of an error line: the nearest valid name, or all of them where none is near."""
     valid = sorted(valid)
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     if near:
@@ -24,24 +24,24 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a setting was written: a line of the file or, after all of these, an override."""
+    """A line of a settings file or, ordered after all of these, an override."""
 
-    override: bool
+    is_override: bool
     number: int
     text: str
 
 
-def without_passwords(text: str) -> str:
-    """A text whose addresses (scheme://user:password@host) have lost their passwords."""
+def hide_passwords(text: str) -> str:
+    """Return the text without the passwords of addresses (scheme://user:password@host)."""
     return re.sub(r"(://[^\s/@:]*):[^\s]*@", r"\1:***@", text)
 
 
-def shown(value: Any) -> str:
-    """A value in an error line: as JSON without passwords, cut where it is long."""
-    text = without_passwords(json.dumps(value, ensure_ascii=False))
+def format_value(value: Any) -> str:
+    """Return a value for an error line: as JSON without passwords, cut where it is long."""
+    text = hide_passwords(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def unprintable(text: str) -> bool:
-    """Whether it holds what would break an error line: control characters, line ends, halves of surrogate pairs."""
+def is_unprintable(text: str) -> bool:
+    """Return whether a text would break an error line: by control characters, line ends, halves of surrogate pairs."""
     return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)

@@ -1,6 +1,6 @@
-"""Randomness keyed by what it is for, never drawn from ambient state.
+"""Random generators keyed by their purpose, never global state.
 
-Each stream derives from a key such as (seed, purpose, task, round, client), so a result depends neither on
+Each one derives from a key such as (seed, purpose, task, round, client), so a result depends neither on
 the executor, nor on the order of clients, nor on an interruption.
 """
 
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 import torch
 
 
-def seed_of(*key: int | str) -> int:
-    """63 bits that this key alone determines; of these torch's CPU generator uses 32."""
+def derive_seed(*key: int | str) -> int:
+    """Return 63 bits that this key alone determines; torch's CPU generator uses 32 of them."""
     return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8]) >> 1
 
 
 def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed_of(*key))
+    return torch.Generator(device).manual_seed(derive_seed(*key))
 
 
 @contextmanager
-def ambient(*key: int | str, device: torch.device) -> Iterator[None]:
-    """Torch's global generator, seeded by the key and put back afterwards: for dropout, which can use no other."""
+def seed_torch(*key: int | str, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generator by the key, and restore it afterwards: for dropout, which can use no other."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.random.default_generator.manual_seed(seed_of(*key))
+        torch.random.default_generator.manual_seed(derive_seed(*key))
         if device.type == "cuda":
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed_of(*key))
+                torch.cuda.manual_seed(derive_seed(*key))
         yield

@@ -1,4 +1,4 @@
-"""Many experiments side by side, the report, and the comparison's run in MLflow."""
+"""Comparison of runs: a report page, metrics and plots for DVC, and a run in MLflow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from prefect import flow
 
 from fclmodels.errors import UserError
-from fclmodels.params import load
-from fclmodels.settings import TrackingSettings
-from flows.terminal import tell
-from tasks.comparison import track_comparison
+from fclmodels.settings.load import load_params
+from fclmodels.settings.schema import TrackingSettings
+from flows.cli.terminal import tell
+from tasks.mlflow.comparison import track_comparison
 from tasks.reporting import write_report
 
 
@@ -20,11 +20,11 @@ def compare(
     params: Path = Path("params.yaml"),
     overrides: Sequence[str] = (),
 ) -> Path:
-    """One page about these runs, with the metrics and plots that DVC shows; MLflow has it with the runs it knows."""
+    """Write the report on these runs, log it to MLflow beside those that are tracked there, and return its page."""
     page = write_report(runs, out)
-    tracking = load(params, overrides).tracking if params.is_file() else TrackingSettings()
+    tracking = load_params(params, overrides).tracking if params.is_file() else TrackingSettings()
     try:
         track_comparison(tracking.uri, runs, page)
     except UserError as problem:
-        tell(f"{problem} The report is written, and not tracked.")
+        tell(f"{problem} The report is written, but not tracked.")
     return page

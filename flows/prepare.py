@@ -7,23 +7,23 @@ from typing import Any
 from prefect import flow
 
 import tasks.data
-from fclmodels.params import load
+from fclmodels.settings.load import load_params
 
 PARAMS = Path("params.yaml")
 
 
-@flow(name="prepare")
+@flow(name="prepare", flow_run_name="prepare {out}")
 def prepare(out: Path = tasks.data.PREPARED, params: Path = PARAMS, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Decode the source of the settings into a folder."""
-    return tasks.data.prepare(load(params, overrides), out)
+    """Decode the source of the settings into a folder; return its description."""
+    return tasks.data.prepare(load_params(params, overrides), out)
 
 
-@flow(name="partition")
+@flow(name="partition", flow_run_name="partition {out}")
 def partition(
     prepared: Path = tasks.data.PREPARED,
     out: Path = tasks.data.SPLITS,
     params: Path = PARAMS,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Give the prepared samples to tasks, clients and splits."""
-    return tasks.data.partition(load(params, overrides), prepared, out)
+    """Assign the prepared samples to tasks, clients and splits; return statistics of the splits."""
+    return tasks.data.partition(load_params(params, overrides), prepared, out)

@@ -1,29 +1,29 @@
-"""A preset of a paper: its data, then each of its methods with each of its seeds, and what came of it."""
+"""A preset of a paper: its data, a run of each of its methods with each of its seeds, and a report."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from prefect import flow
 
-from fclmodels.backbones.published import file_of
+from fclmodels.backbones.model.torchvision_weights import find_weights_file
 from fclmodels.errors import UserError
-from fclmodels.params import load
+from fclmodels.settings.load import load_params
 from flows.compare import compare
-from flows.environment import HOME
 from flows.experiment import experiment
-from tasks.data import splits_for
+from flows.prefect.environment import HOME
+from tasks.data import ensure_splits
 
 
 @flow(name="preset", flow_run_name="{name}")
 def preset(name: str, params: Path, out: Path, overrides: Sequence[str] = (), quiet: bool = False) -> list[Path]:
-    """The run folders under out, each with its data prepared and split where that is not done; beside them a report."""
-    settings = load(params, overrides)
+    """Run the preset's experiments, write a report beside their folders in `out`, and return these folders."""
+    settings = load_params(params, overrides)
     weights = settings.model.weights
     needs = f" It needs {'; '.join(settings.preset.needs)}." if settings.preset.needs else ""
-    if weights is not None and not file_of(weights, settings.model.backbone).is_file():
+    if weights is not None and not find_weights_file(weights, settings.model.backbone).is_file():
         raise UserError(f"{name}: there is no file {weights} (model.weights).{needs}")
     try:
-        splits_for(settings, HOME, lambda text: None)  # its words come again with the first run
+        ensure_splits(settings, HOME, lambda text: None)  # the first run prints its messages again
     except UserError as error:
         raise UserError(f"{name}: {error}{needs}") from None
     runs = []

@@ -1,8 +1,8 @@
-"""Raw data -> prepared arrays -> splits. Each folder notes what it was made from, so that a run knows its own.
+"""Raw data -> prepared arrays -> splits. Each folder has a note of its origin, by which a run finds the right one.
 
-DVC versions data/prepared and data/splits. A run whose settings ask for other data than these hold makes its own
-under .fcl/data, named by those settings. What was changed or cut short since is refused in data/, and made anew in
-.fcl/data, before a run reads it.
+DVC versions data/prepared and data/splits. A run whose settings need other data than these makes its own under
+.fcl/data, named by those settings. Before a run reads them, data that were changed or cut short are refused in data/
+and made anew in .fcl/data.
 """
 
 import json
@@ -17,17 +17,17 @@ from prefect.cache_policies import NO_CACHE
 
 from fclmodels import plugins
 from fclmodels.data import prepare as preparing
-from fclmodels.data import split as splitting
 from fclmodels.data.prepare import Prepared
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits import make_splits as splitting
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.experiment import digest_of
-from fclmodels.fingerprint import source_closure
-from fclmodels.foreign import read_json
-from fclmodels.params import flat
-from fclmodels.settings import Params
-from fclmodels.state import write_json
-from tasks.locking import locked
+from fclmodels.settings.load import flatten_settings
+from fclmodels.settings.schema import Params
+from fclmodels.source_digest import source_closure
+from fclmodels.storage.digests import json_digest
+from fclmodels.storage.files import lock_file
+from fclmodels.storage.sealed_json import write_json
+from fclmodels.storage.untrusted import read_json
 
 PREPARED = Path("data/prepared")
 SPLITS = Path("data/splits")
@@ -36,103 +36,104 @@ NOTE = "made-from.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """What prepared data, or splits, depend on: settings by dotted name, raw files, code."""
+    """All that prepared data, or splits, depend on."""
 
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # settings by dotted name, raw files, code
 
     @property
     def name(self) -> str:
-        return digest_of(self.facts)[:16]
+        return json_digest(self.facts)[:16]
 
-    def is_of(self, folder: Path) -> bool:
-        return not self.differs_from(folder)
+    def matches(self, folder: Path) -> bool:
+        return not self.list_differences(folder)
 
-    def differs_from(self, folder: Path) -> list[str]:
-        """In what the folder differs from this."""
+    def list_differences(self, folder: Path) -> list[str]:
+        """Return the names of the facts in which the folder differs."""
         try:
-            noted = dict(read_json(folder / NOTE))
+            facts = dict(read_json(folder / NOTE))
         except (OSError, ValueError, TypeError):
             return [f"no {NOTE}"]
-        return sorted(k for k in {**noted, **self.facts} if noted.get(k) != self.facts.get(k))
+        return sorted(k for k in {**facts, **self.facts} if facts.get(k) != self.facts.get(k))
 
-    def note(self, folder: Path) -> None:
+    def write_note(self, folder: Path) -> None:
         write_json(folder / NOTE, self.facts)
 
 
-def origin_of_prepared(params: Params) -> Origin:
+def get_prepared_origin(params: Params) -> Origin:
     source = plugins.find("source", params.data.source)(params.data)
-    settings = flat({"data": params.data.model_dump(mode="json")})
-    code = source_closure(type(source).__module__, preparing.__name__)
-    raw = [_stamp(folder) for folder in source.folders]
+    settings = flatten_settings({"data": params.data.model_dump(mode="json")})
+    code = source_closure(*source.modules, preparing.__name__)
+    raw = [_digest_listing(folder) for folder in source.folders]
     return Origin({**settings, "code of data": code, "raw files": raw})
 
 
-def origin_of_splits(params: Params) -> Origin:
+def get_splits_origin(params: Params) -> Origin:
     modules = [plugins.find(kind, getattr(params, kind).kind).__module__ for kind in ("stream", "partition")]
     blocks = {kind: getattr(params, kind).model_dump(mode="json") for kind in ("stream", "partition")}
     code = source_closure(*modules, splitting.__name__)
-    return Origin({**origin_of_prepared(params).facts, **flat(blocks), "code of splits": code})
+    return Origin({**get_prepared_origin(params).facts, **flatten_settings(blocks), "code of splits": code})
 
 
 @task(name="prepare", task_run_name="prepare {folder}", cache_policy=NO_CACHE)
 def prepare(params: Params, folder: Path) -> dict[str, Any]:
-    """Decode the source once; what meta.json says of it."""
+    """Decode the source once; return the content of meta.json and the number of samples."""
     source = plugins.find("source", params.data.source)(params.data)
     prepared = preparing.prepare(source, folder)
-    origin_of_prepared(params).note(folder)
+    get_prepared_origin(params).write_note(folder)
     return prepared.meta.model_dump(mode="json") | {"samples": len(prepared.samples)}
 
 
 @task(name="partition", task_run_name="partition {folder}", cache_policy=NO_CACHE)
 def partition(params: Params, prepared: Path, folder: Path) -> dict[str, Any]:
-    """Samples to tasks, clients and splits; what statistics.json says of them."""
+    """Assign samples to tasks, clients and splits; return the content of statistics.json."""
     (folder / NOTE).unlink(missing_ok=True)
     Prepared.open(prepared).verify()
     stream = plugins.find("stream", params.stream.kind)(params.stream)
-    splitting.split(prepared, stream, plugins.find("partition", params.partition.kind)(params.partition), folder)
-    origin_of_splits(params).note(folder)
+    splitting.write_splits(prepared, stream, plugins.find("partition", params.partition.kind)(params.partition), folder)
+    get_splits_origin(params).write_note(folder)
     return json.loads((folder / "statistics.json").read_text())
 
 
-def existing_splits(params: Params, home: Path) -> Path | None:
-    """The splits that these settings ask for, where they are there."""
-    wanted = origin_of_splits(params)
-    folders = (SPLITS, home / "data" / f"splits-{wanted.name}")
-    return next((folder for folder in folders if wanted.is_of(folder) and _prepared_is_there(folder)), None)
+def find_splits(params: Params, home: Path) -> Path | None:
+    """Return the folder of the splits of these settings, None if there is none."""
+    origin = get_splits_origin(params)
+    folders = (SPLITS, home / "data" / f"splits-{origin.name}")
+    return next((folder for folder in folders if origin.matches(folder) and _has_prepared(folder)), None)
 
 
-def splits_for(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
-    """The splits that these settings ask for: data/splits, or a run's own, made where they are not there yet."""
-    wanted = origin_of_splits(params)
-    own = home / "data" / f"splits-{wanted.name}"
-    if wanted.is_of(SPLITS) and _prepared_is_there(SPLITS):
+def ensure_splits(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
+    """Return the folder of the splits of these settings: data/splits, or a run's own, made if they do not exist yet."""
+    origin = get_splits_origin(params)
+    own = home / "data" / f"splits-{origin.name}"
+    if origin.matches(SPLITS) and _has_prepared(SPLITS):
         refuse_changed(SPLITS)
         return SPLITS
     if SPLITS.exists():
-        tell(f"{SPLITS} was made otherwise ({', '.join(wanted.differs_from(SPLITS)[:4])}): this run uses {own}")
-    with locked(home / "data" / "lock"):
-        if not (wanted.is_of(own) and _is_whole(refuse_changed, own)):
-            partition(params, _prepared_for(params, home), own)
+        differences = ", ".join(origin.list_differences(SPLITS)[:4])
+        tell(f"{SPLITS} has another origin ({differences}): this run uses {own}")
+    with lock_file(home / "data" / "lock"):
+        if not (origin.matches(own) and _is_intact(refuse_changed, own)):
+            partition(params, _ensure_prepared(params, home), own)
     return own
 
 
 def refuse_changed(splits: Path) -> None:
-    """UserError where the splits, or the samples that they number, are not what their digests name any more."""
+    """Raise UserError where the splits, or their prepared samples, no longer match their digests."""
     prepared = Splits.open(splits).prepared.resolve()
     Prepared.open(Path(os.path.relpath(prepared))).verify()
 
 
-def _prepared_for(params: Params, home: Path) -> Path:
-    wanted = origin_of_prepared(params)
-    if wanted.is_of(PREPARED):
+def _ensure_prepared(params: Params, home: Path) -> Path:
+    origin = get_prepared_origin(params)
+    if origin.matches(PREPARED):
         return PREPARED
-    own = home / "data" / f"prepared-{wanted.name}"
-    if not (wanted.is_of(own) and _is_whole(lambda folder: Prepared.open(folder).verify(), own)):
+    own = home / "data" / f"prepared-{origin.name}"
+    if not (origin.matches(own) and _is_intact(lambda folder: Prepared.open(folder).verify(), own)):
         prepare(params, own)
     return own
 
 
-def _is_whole(refuse: Callable[[Path], None], folder: Path) -> bool:
+def _is_intact(refuse: Callable[[Path], None], folder: Path) -> bool:
     try:
         refuse(folder)
     except UserError:
@@ -140,8 +141,8 @@ def _is_whole(refuse: Callable[[Path], None], folder: Path) -> bool:
     return True
 
 
-def _prepared_is_there(splits: Path) -> bool:
-    """Whether the samples that the splits number are still the ones that they were made from."""
+def _has_prepared(splits: Path) -> bool:
+    """Return whether the prepared samples are still those from which the splits were made."""
     try:
         facts = read_json(splits / "stream.json")
         return Prepared.open(splits / facts["prepared"]).meta.digest == facts["prepared_digest"]
@@ -149,10 +150,10 @@ def _prepared_is_there(splits: Path) -> bool:
         return False
 
 
-def _stamp(root: Path) -> str | None:
-    """Names and sizes of the raw files. Not their times: DVC and Git give every copy new ones."""
+def _digest_listing(root: Path) -> str | None:
+    """Return a digest of names and sizes of the raw files, None without a folder; not of times, new in every copy."""
     if not root.is_dir():
         return None
-    return digest_of(
+    return json_digest(
         sorted((str(path.relative_to(root)), path.stat().st_size) for path in root.rglob("*") if path.is_file())
     )

@@ -1,10 +1,5 @@
-"""What a method takes out of a learned task: bases, prototypes, references."""
+"""Extraction of a method's knowledge from a learned task, as a Prefect task: bases, prototypes, references."""
 
-from fclmodels.experiment import Step
-from tasks.caching import Outcome, stored_task
+from tasks.caching import step_task
 
-
-@stored_task("{label}: conclude task {task}")
-def conclude(step: Step, label: str, task: int) -> Outcome:
-    """The exchanges after the last round of a task."""
-    return step.done() or step.run()
+conclude = step_task("conclude", "Run the exchanges after the last round of a task.")

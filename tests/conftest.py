@@ -1,5 +1,6 @@
 """What every test stands on: an environment of its own, and no way out to the network."""
 
+import importlib
 import importlib.util
 import ipaddress
 import json
@@ -51,9 +52,28 @@ os.environ |= {
 for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
 
+DAILY_SECONDS = 60  # of the processor, for a test that is not slow
+
 settings.register_profile("fclflow", deadline=None, derandomize=True)
 settings.register_profile("others", deadline=None)  # other examples each time
 settings.load_profile("fclflow")
+
+
+@pytest.fixture(autouse=True)
+def processor_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a daily test that takes a minute of this process's processor; the clock's depends on what else runs."""
+    if request.node.get_closest_marker("slow"):
+        yield
+        return
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"more than {DAILY_SECONDS} s of the processor", pytrace=False)
+
+    before = signal.signal(signal.SIGPROF, fail)
+    signal.setitimer(signal.ITIMER_PROF, DAILY_SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -116,7 +136,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of experiments that were really done, not only looked up."""
-    from fclmodels.experiment import Step  # after the environment is set
+    from fclmodels.experiment.experiment import Step  # after the environment is set
 
     done: list[str] = []
     run = Step.run
@@ -127,6 +147,34 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Step, "run", noted)
     return done
+
+
+def forget_plugins() -> None:
+    """Forget what was imported and read of plugins from outside of fclmodels, as a new process does."""
+    from fclmodels import source_digest
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "plugins"]:
+        del sys.modules[name]
+    for cached in (source_digest._digest_code, source_digest._imports, source_digest._path):
+        cached.cache_clear()
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+    """A function that writes a file below plugins/ of the current folder; afterwards a new process would begin."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(path: str, text: str) -> Path:
+        file = tmp_path / "plugins" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        forget_plugins()
+        return file
+
+    forget_plugins()
+    yield write
+    forget_plugins()
 
 
 class TwoNodes:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from fclmodels import params as reading
-from fclmodels.explain import explain
+from fclmodels.experiment.method_card import describe_methods
 from fclmodels.plugins import all_of
-from fclmodels.trial import about
-from flows.cli import app
+from fclmodels.settings import load as reading
+from fclmodels.settings.describe import explain
+from flows.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench/README.md")]
@@ -33,7 +33,17 @@ SOURCES = [
     file for file in WRITTEN if file.suffix in (".py", ".md", ".yaml", ".toml", ".j2") or file.name == "Makefile"
 ]
 METHODS = list(all_of("method"))
-EXAMPLES = ("lean_avg", "NAME", "bytes.yaml")  # of what a reader writes
+PARTS = re.DOTALL | re.MULTILINE
+EXAMPLES = ("lean_avg", "tiny_net", "NAME", "bytes.yaml")  # of what a reader writes
+
+
+@pytest.fixture(autouse=True)
+def own_plugins(request: pytest.FixtureRequest) -> None:
+    """The plugins that a page has its reader write are there, in the current folder."""
+    page = getattr(request.node, "callspec", None) and request.node.callspec.params.get("page")
+    files = re.findall(r"^`plugins/([\w/]+\.py)`:\n\n```python\n(.*?)^```", page.read_text() if page else "", PARTS)
+    for file, text in files:
+        request.getfixturevalue("write_plugin")(file, text)
 
 
 @cache
@@ -88,10 +98,10 @@ def test_values_of_settings_are_right(page: Path, tmp_path: Path) -> None:
         file = ROOT / [*after(words, "--params"), *presets, "params.yaml"][0]
         given = [value for value in after(words, "--set") if not value.startswith("KEY")]
         if given and file.exists():
-            reading.load(file, given)
+            reading.load_params(file, given)
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         (tmp_path / "params.yaml").write_text(block)
-        reading.load(tmp_path / "params.yaml")
+        reading.load_params(tmp_path / "params.yaml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -158,7 +168,7 @@ def test_the_threat_model_names_every_method() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fot", "fedprotip", "stamp", "pip-dualp"])
 def test_the_threat_model_has_the_parts_that_a_method_declares(name: str) -> None:
-    (found,) = about([name])
+    (found,) = describe_methods([name])
     sent = [part for way, parts in found["traffic"].items() if way.startswith("sends") for part in parts]
     row = rows_of_the_threat_model()[name]
     for part in sent:
@@ -195,7 +205,7 @@ def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_what_it_rea
     result = "| non-IID | FOT | 0 | 84.35 | 2.12 | 86.25 | 85.21 | 1.97 |"
     for told in (
         "Federated Orthogonal Training",
-        "(eq. 5 to 7)",
+        "(eq. 5 to 7;",
         "<code>threshold</code>",
         "| sketch | 566 % |",
         result,
@@ -205,6 +215,9 @@ def test_a_methods_page_says_what_it_is_what_is_set_what_travels_and_what_it_rea
     assert "| `fot-pmnist-noniid` | Table 1 | Task-aware |  | ACC 85.21 ± 0.13, FGT 1.97 ± 0.22 |" in page
     page = generate.method_page(found | {"name": "joint"})
     assert "No preset has a figure of it." in page
+    page = generate.method_page(found | {"name": "pip-dualp"})
+    assert "`fclmodels/numerics/prototypes.py`" in page  # the mathematics of one of its parts
+    assert "beside fed-dualp and fedavg; columns and rows that begin" in page
 
 
 RESULTS = """# Title
@@ -234,7 +247,7 @@ One seed. Accuracy of all:
 
 
 def test_tables_of_a_page_are_found_with_their_place(generate: Any) -> None:
-    first, second = generate.measured.tables(RESULTS, "page.md")
+    first, second = generate.measured.read_tables(RESULTS, "page.md")
     assert first.headings == ("Title", "What `x` is")
     assert (first.anchor, first.caption) == ("what-x-is", "Accuracy of all:")
     assert first.header == ("", "ACC", "MB", "paper: ACC")
@@ -246,8 +259,10 @@ def test_tables_of_a_page_are_found_with_their_place(generate: Any) -> None:
 
 
 def test_a_row_is_its_methods_by_how_its_label_begins(generate: Any) -> None:
-    known = generate.measured.known_on("By `bench/studies/special-pacs.yaml` and bench/studies/stamp-c2.yaml", METHODS)
-    method_of = generate.measured.method_of
+    known = generate.measured.label_patterns(
+        "By `bench/studies/special-pacs.yaml` and bench/studies/stamp-c2.yaml", METHODS
+    )
+    method_of = generate.measured.find_method
     said = {
         "FedAvg, 10 clients": "fedavg",
         "paper: FOT": "fot",
@@ -272,18 +287,18 @@ def test_a_methods_rows_come_with_those_that_it_extends_and_empty_columns_go(
 ) -> None:
     monkeypatch.setattr(generate.measured, "RESULTS", tmp_path)
     (tmp_path / "page.md").write_text(RESULTS)
-    (table,) = generate.measured.of("special-c", {"fedavg", "special-c"}, METHODS)
+    (table,) = generate.measured.select_tables("special-c", {"fedavg", "special-c"}, METHODS)
     assert table.header == ("", "ACC", "paper: ACC")
     assert table.rows == (("FedAvg", "1.0", "3"), ("SPECIAL-C, seed 0", "2.0", ""))
-    assert not list(generate.measured.of("fot", {"fedavg", "fot"}, METHODS))
+    assert not list(generate.measured.select_tables("fot", {"fedavg", "fot"}, METHODS))
 
 
 def test_every_row_of_the_results_is_some_methods(generate: Any) -> None:
     """Or its table has none of them: a label that is misspelt would be missing on its method's page."""
     for page in sorted((ROOT / "docs" / "results").glob("*.md")):
         text = page.read_text()
-        known = generate.measured.known_on(text, METHODS)
-        for table in generate.measured.tables(text, page.name):
-            of = {row[table.label]: generate.measured.method_of(row[table.label], known) for row in table.rows}
+        known = generate.measured.label_patterns(text, METHODS)
+        for table in generate.measured.read_tables(text, page.name):
+            of = {row[table.label]: generate.measured.find_method(row[table.label], known) for row in table.rows}
             assert all(of.values()) or not any(of.values()), of
             assert all(len(row) == len(table.header) for row in table.rows), table.headings

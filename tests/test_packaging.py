@@ -1,13 +1,14 @@
-"""The ranges, the pins and the wheel belong together, and a bare machine gets one clear line."""
+"""The ranges and the pins belong together, and a bare machine gets one clear line."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -21,42 +22,84 @@ PACKAGES = ("flows", "tasks", "fclmodels")
 BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = {name: [*map(Requirement, lines)] for name, lines in PROJECT["optional-dependencies"].items()}
 ALL = BASE + [requirement for extra in EXTRAS.values() for requirement in extra]
-PINS = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
-)
+PYTHONS = ("3.11.0", "3.11.3", "3.11.5", "3.12.0", "3.13.0")  # the oldest, and those at which packages differ
+NO_HASH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")  # their files differ from index to index: of a GPU, of none
 
 
-def brought_by(requirements: Iterable[Requirement]) -> set[str]:
-    """The installed distributions that these requirements need, theirs included, and so on."""
-    found: set[tuple[str, str]] = set()
-    waiting = [(canonicalize_name(r.name), extra) for r in requirements for extra in ("", *r.extras)]
+def read_pins(file: str, python: str) -> dict[str, str]:
+    """Return the versions that a lock has for a Python on Linux, by name."""
+    text = re.sub(r" *\\\n *--hash=sha256:[0-9a-f]{64}", "", (ROOT / file).read_text())
+    lines = [Requirement(line) for line in text.splitlines() if not line.startswith("#")]
+    fitting = [line for line in lines if line.marker is None or line.marker.evaluate(environment_of(python))]
+    pins = {canonicalize_name(line.name): str(line.specifier).removeprefix("==") for line in fitting}
+    assert len(pins) == len(fitting), f"{file} has two versions of a package for Python {python}"
+    return pins
+
+
+def environment_of(python: str, extra: str = "") -> dict[str, str]:
+    return {"python_full_version": python, "python_version": python.rpartition(".")[0], "extra": extra}
+
+
+@functools.cache
+def read_requirements(name: str) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.requires(name) or []]
+
+
+def brought_by(requirements: Iterable[Requirement], python: str | None = None) -> dict[str, list[Requirement]]:
+    """Return what these requirements need on a Python, theirs included, and so on: each with who asks for what.
+
+    Of a package that is not installed here, because another Python needs it, the own requirements are not read.
+    """
+    asked: dict[str, list[Requirement]] = {}
+    waiting = [*requirements]
+    done: set[tuple[str, str]] = set()
     while waiting:
-        name, extra = waiting.pop()
-        if (name, extra) in found:
-            continue
-        found.add((name, extra))
-        for needed in map(Requirement, metadata.requires(name) or []):
-            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                waiting += [(canonicalize_name(needed.name), e) for e in ("", *needed.extras)]
-    return {name for name, _ in found}
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        asked.setdefault(name, []).append(requirement)
+        for extra in {"", *requirement.extras} - {e for n, e in done if n == name}:
+            done.add((name, extra))
+            environment = environment_of(python, extra) if python else {"extra": extra}
+            with suppress(metadata.PackageNotFoundError):
+                theirs = read_requirements(name)
+                waiting += [r for r in theirs if r.marker is None or r.marker.evaluate(environment)]
+    return asked
 
 
-@pytest.mark.parametrize("requirement", ALL, ids=str)
-def test_every_requirement_is_pinned_inside_its_range(requirement: Requirement) -> None:
-    assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    ("file", "requirements"),
+    [
+        ("constraints.txt", ALL),
+        ("requirements.lock", BASE + EXTRAS["workflow"]),
+        ("requirements-develop.lock", ALL),
+    ],
+    ids=["constraints", "run", "develop"],
+)
+def test_a_lock_resolves_the_requirements_on_every_python(
+    file: str, requirements: list[Requirement], python: str
+) -> None:
+    pins = read_pins(file, python)
+    asked = {name: who for name, who in brought_by(requirements, python).items() if not NO_HASH.fullmatch(name)}
+    assert asked.keys() - pins.keys() == set()
+    misfits = [str(r) for name, who in asked.items() for r in who if not r.specifier.contains(pins[name], True)]
+    assert misfits == []
+    assert pins.items() <= read_pins("constraints.txt", python).items()
 
 
-def test_the_lock_has_a_hash_of_every_pinned_package_but_torch() -> None:
-    """torch's file differs from index to index: of a GPU, of none."""
-    entries = (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines()
-    locked = dict(re.fullmatch(r"(\S+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64})+", line).groups() for line in entries)
-    assert locked == {canonicalize_name(name): version for name, version in PINS.items() if name != "torch"}
+@pytest.mark.parametrize("file", ["requirements.lock", "requirements-develop.lock"])
+def test_a_lock_has_a_hash_of_every_package(file: str) -> None:
+    entries = (ROOT / file).read_text().replace("\\\n", "").splitlines()
+    assert entries
+    assert [e for e in entries if not re.fullmatch(r"\S+==\S+( ; .*?)?(?: +--hash=sha256:[0-9a-f]{64})+", e)] == []
+    assert not any(NO_HASH.fullmatch(e.partition("==")[0]) for e in entries)
 
 
-def test_everything_that_the_requirements_bring_is_pinned() -> None:
-    gpu_build = ("nvidia-", "cuda-", "triton")
-    brought = {name for name in brought_by(ALL) if not name.startswith(gpu_build)}
-    assert brought - {canonicalize_name(name) for name in PINS} == set()
+def test_the_demo_sets_up_none_of_what_development_needs() -> None:
+    run, develop = (read_pins(file, "3.11.0") for file in ("requirements.lock", "requirements-develop.lock"))
+    assert develop.keys() - run.keys() >= {"ray", "transformers", "mkdocs-material", "selenium", "mypy", "pytest"}
+    make = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: \$\(READY\)", make, re.MULTILINE)
 
 
 def imported(package: str) -> set[str]:
@@ -88,14 +131,14 @@ class Refuse:
 
 refused = set(sys.argv[1:])
 sys.meta_path.insert(0, Refuse())
-import fclmodels, flows.cli
+import fclmodels, flows.cli.app
 for module in pkgutil.walk_packages(fclmodels.__path__, "fclmodels."):
     importlib.import_module(module.name)
 """
 
 
 def test_the_science_and_the_command_need_no_extra() -> None:
-    base = brought_by(BASE)
+    base = brought_by(BASE).keys()
     refused = {
         module
         for module, owners in metadata.packages_distributions().items()
@@ -107,7 +150,7 @@ def test_the_science_and_the_command_need_no_extra() -> None:
 
 
 def test_without_python_make_says_so_in_one_line(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "requirements-develop.lock"):
         shutil.copy(ROOT / name, tmp_path)
     make = shutil.which("make")
     assert make
@@ -121,23 +164,3 @@ def test_without_python_make_says_so_in_one_line(tmp_path: Path) -> None:
 def test_the_changelog_tells_of_this_version() -> None:
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
     assert headings[0].startswith(f"## [{PROJECT['version']}]")
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_the_packages_whole_and_the_licence(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    ours = {str(file.relative_to(source)) for p in PACKAGES for file in (source / p).rglob("*") if file.is_file()}
-
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
-    subprocess.run(build, check=True, capture_output=True)
-
-    (wheel,) = tmp_path.glob("fclflow-*.whl")
-    info = f"fclflow-{PROJECT['version']}.dist-info"
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in inside if not name.startswith(info)} == ours
-    assert f"{info}/licenses/LICENSE" in inside
-    assert metadata.PathDistribution(zipfile.Path(wheel, f"{info}/")).entry_points["fcl"].value == "flows.cli:main"

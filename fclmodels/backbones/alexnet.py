@@ -4,10 +4,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet, Share
-from fclmodels.backbones.dropout import Dropout
-from fclmodels.backbones.linear import Linear
+from fclmodels.backbones.layers.fast_dropout import Dropout
+from fclmodels.backbones.layers.onednn_linear import Linear
 from fclmodels.errors import UserError
-from fclmodels.settings import BackboneSettings
+from fclmodels.settings.schema import BackboneSettings
 
 LEAST_SIDE = 19
 
@@ -29,17 +29,19 @@ class AlexNet(Backbone):
                 f"model.backbone: alexnet needs images of at least {LEAST_SIDE}x{LEAST_SIDE} pixels, "
                 f"these are {height}x{width}. Set data.size: 32, or take another backbone."
             )
-        return AlexNetNet(channels, _map_side(height) * _map_side(width), self.settings.dropout)
+        return AlexNetNet(channels, _find_map_side(height) * _find_map_side(width), self.settings.dropout)
 
 
-def _map_side(side: int) -> int:
-    """Side of the last feature map: after each convolution (4, 3, 2 wide, no padding) a pooling by 2."""
+def _find_map_side(side: int) -> int:
+    """Return the side of the last feature map: after each convolution (4, 3, 2 wide, no padding) a pooling by 2."""
     for kernel in (4, 3, 2):
         side = (side - kernel + 1) // 2
     return side
 
 
 class AlexNetNet(FeatureNet):
+    """Images [B, C, H, W] to features [B, 2048]."""
+
     features = 2048
     blocks = ("conv1", "conv2", "conv3", "fc1", "fc2")
 

@@ -1,15 +1,16 @@
-"""What every network below the heads offers: features, and the names of the blocks that may be frozen."""
+"""The base of backbones: networks below the heads that return features, built of blocks that may be frozen."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from fclmodels.backbones.published import file_of
-from fclmodels.fingerprint import digest_of_file
-from fclmodels.kinds import IMAGES, Kind
-from fclmodels.settings import BackboneSettings
+from fclmodels.data.sample_kind import IMAGES, SampleKind
+from fclmodels.errors import UserError
+from fclmodels.settings.schema import BackboneSettings
+from fclmodels.storage.digests import file_digest
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -18,44 +19,57 @@ class FeatureNet(nn.Module):
     """Maps a batch of inputs to features [B, F]; images come as floats [B, C, H, W], texts as ids [B, 2, L]."""
 
     features: int
-    """F, the width of what it returns."""
+    """F, the width of its output."""
     blocks: tuple[str, ...]
-    """Names of its children from input to output, or of theirs, each of which `model.freeze` may name."""
+    """Names of its children, or of their children, from input to output; `model.freeze` may name each."""
     divisible: ClassVar[bool] = False
-    """Whether it has `up_to` and `onwards`."""
+    """True where it has `run_first` and `run_rest`."""
     hints: ClassVar[Mapping[str, str]] = {}
-    """By tensor name: which settings its shape follows, told where a weights file does not fit."""
+    """By tensor name, the settings that its shape follows: for errors about weights that do not fit."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def up_to(self, x: Tensor, blocks: int) -> Tensor:
-        """What the first `blocks` of its blocks, one or more, give of inputs."""
+    def run_first(self, x: Tensor, blocks: int) -> Tensor:
+        """Return the output of its first `blocks` blocks, one or more."""
         raise NotImplementedError
 
-    def onwards(self, h: Tensor, blocks: int) -> Tensor:
-        """Features of what the first `blocks` of its blocks gave."""
+    def run_rest(self, h: Tensor, blocks: int) -> Tensor:
+        """Return the features [B, F] from the output of its first `blocks` blocks."""
         raise NotImplementedError
 
-    def own_names(self, read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of a weights file by the names that they have here."""
-        return read
+    def rename_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of a weights file by their names here."""
+        return tensors
 
 
 class Backbone:
     """A kind of network: settings, and how to build it for inputs of one shape."""
 
+    name: ClassVar[str]
     Settings: type[BackboneSettings] = BackboneSettings
-    reads: ClassVar[Kind] = IMAGES
+    reads: ClassVar[SampleKind] = IMAGES
 
     def __init__(self, settings: BackboneSettings) -> None:
         self.settings = settings
 
     def build(self, shape: tuple[int, ...]) -> FeatureNet:
-        """A new network for inputs of this shape (without the batch), drawn from torch's global generator."""
+        """Build a network for inputs of this shape (without the batch), drawn from torch's global generator."""
         raise NotImplementedError
 
-    def depends_on(self) -> dict[str, str]:
-        """What its results depend on besides settings and code: digests of files, versions of packages."""
-        weights = self.settings.weights
-        return {"weights": digest_of_file("model.weights", file_of(weights, self.settings.backbone))} if weights else {}
+    def list_dependencies(self) -> dict[str, str]:
+        """Return what its results depend on besides settings and code: digests of files, versions of packages."""
+        if not self.settings.weights:
+            return {}
+        from fclmodels.backbones.model.torchvision_weights import find_weights_file
+
+        file = find_weights_file(self.settings.weights, self.settings.backbone)
+        return {"weights": digest_named_file("model.weights", file)}
+
+
+def digest_named_file(setting: str, path: Path) -> str:
+    """Return the digest of a file that a setting names; UserError where it cannot be read."""
+    try:
+        return file_digest(path)
+    except OSError as problem:
+        raise UserError(f"{setting}: {path} cannot be read: {problem.strerror}.") from problem

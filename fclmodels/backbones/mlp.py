@@ -6,9 +6,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet, Share
-from fclmodels.backbones.dropout import Dropout
-from fclmodels.backbones.linear import Linear
-from fclmodels.settings import BackboneSettings
+from fclmodels.backbones.layers.fast_dropout import Dropout
+from fclmodels.backbones.layers.onednn_linear import Linear
+from fclmodels.settings.schema import BackboneSettings
 
 
 class Mlp(Backbone):
@@ -27,6 +27,8 @@ class Mlp(Backbone):
 
 
 class MlpNet(FeatureNet):
+    """Inputs [B, ...] to features [B, hidden]."""
+
     blocks = ("fc1", "fc2", "fc3")
 
     def __init__(self, inputs: int, hidden: int, dropout: tuple[float, float]) -> None:

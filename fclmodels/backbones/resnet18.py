@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fclmodels.backbones.base import Backbone, FeatureNet
-from fclmodels.backbones.norms import Norm, norm_layer
+from fclmodels.backbones.layers.norms import Norm, make_norm
 from fclmodels.errors import UserError
-from fclmodels.settings import BackboneSettings
+from fclmodels.settings.schema import BackboneSettings
 
 
 class ResNet18(Backbone):
@@ -47,6 +47,8 @@ class ResNet18(Backbone):
 
 
 class ResNet18Net(FeatureNet):
+    """Images [B, C, H, W] to features [B, 8 width grid^2]."""
+
     blocks = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
     divisible = True
     hints: ClassVar = {
@@ -64,47 +66,47 @@ class ResNet18Net(FeatureNet):
         else:
             self.conv1 = Conv3x3(channels, width, settings.stem_stride)
             self.maxpool = nn.Identity()
-        self.bn1 = norm_layer(norm, width)
+        self.bn1 = make_norm(norm, width)
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _layer(width, width, 1, norm)
-        self.layer2 = _layer(width, 2 * width, 2, norm)
-        self.layer3 = _layer(2 * width, 4 * width, 2, norm)
-        self.layer4 = _layer(4 * width, 8 * width, 2, norm)
-        # Without norms He's scale would double the variance in each block; torch's smaller default does not.
+        self.layer1 = _make_layer(width, width, 1, norm)
+        self.layer2 = _make_layer(width, 2 * width, 2, norm)
+        self.layer3 = _make_layer(2 * width, 4 * width, 2, norm)
+        self.layer4 = _make_layer(4 * width, 8 * width, 2, norm)
+        # Without norms He's scale would double the variance in each block, which torch's smaller default does not.
         if norm != "none":
             for module in self.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.onwards(x, 0)
+        return self.run_rest(x, 0)
 
-    def up_to(self, x: Tensor, blocks: int) -> Tensor:
-        return self._through(self.blocks[:blocks], x)
+    def run_first(self, x: Tensor, blocks: int) -> Tensor:
+        return self._run_blocks(self.blocks[:blocks], x)
 
-    def onwards(self, h: Tensor, blocks: int) -> Tensor:
-        return F.adaptive_avg_pool2d(self._through(self.blocks[blocks:], h), self.grid).flatten(1)
+    def run_rest(self, h: Tensor, blocks: int) -> Tensor:
+        return F.adaptive_avg_pool2d(self._run_blocks(self.blocks[blocks:], h), self.grid).flatten(1)
 
-    def _through(self, blocks: tuple[str, ...], x: Tensor) -> Tensor:
+    def _run_blocks(self, blocks: tuple[str, ...], x: Tensor) -> Tensor:
         for name in blocks:
             x = getattr(self, name)(self.maxpool(self.relu(x)) if name == "layer1" else x)
         return x
 
 
-class Block(nn.Module):
-    """relu(x + F(x)) with two 3x3 convolutions in F; a 1x1 convolution fits x where the map's size changes."""
+class ResidualBlock(nn.Module):
+    """relu(x + F(x)) with two 3x3 convolutions in F; a 1x1 convolution matches x where the map's size changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.conv1 = Conv3x3(inputs, outputs, stride)
-        self.bn1 = norm_layer(norm, outputs)
+        self.bn1 = make_norm(norm, outputs)
         self.conv2 = Conv3x3(outputs, outputs)
-        self.bn2 = norm_layer(norm, outputs)
+        self.bn2 = make_norm(norm, outputs)
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Module | None = None
         if stride != 1 or inputs != outputs:
             fit = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
-            self.downsample = nn.Sequential(fit, norm_layer(norm, outputs))
+            self.downsample = nn.Sequential(fit, make_norm(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
@@ -113,8 +115,8 @@ class Block(nn.Module):
         return self.relu(out)
 
 
-def _layer(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(Block(inputs, outputs, stride, norm), Block(outputs, outputs, 1, norm))
+def _make_layer(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
+    return nn.Sequential(ResidualBlock(inputs, outputs, stride, norm), ResidualBlock(outputs, outputs, 1, norm))
 
 
 class Conv3x3(nn.Conv2d):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fclmodels.backbones.base import Backbone, FeatureNet
 from fclmodels.errors import UserError
-from fclmodels.torchvision_guard import torchvision
+from fclmodels.optional.torchvision import import_torchvision
 
 LEAST = 32  # patches of 4 pixels, merged three times
 
@@ -27,17 +27,19 @@ class SwinT(Backbone):
 
 
 class SwinTNet(FeatureNet):
+    """Images [B, 3, H, W] to features [B, 768]."""
+
     features = 768
     blocks = ("stages", "norm")
 
     def __init__(self) -> None:
         super().__init__()
-        network = torchvision().models.swin_t()
+        network = import_torchvision().models.swin_t()
         self.stages, self.norm = network.features, network.norm
 
-    def own_names(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """torchvision calls the stages features."""
-        return {name.replace("features.", "stages.", 1): tensor for name, tensor in read.items()}
+    def rename_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return torchvision's tensors by the names here: it calls the stages features."""
+        return {name.replace("features.", "stages.", 1): tensor for name, tensor in tensors.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         features: Tensor = self.norm(self.stages(x)).mean((1, 2))

@@ -1,7 +1,7 @@
 """A vision transformer (Dosovitskiy et al. 2021) as torchvision has it, whose ViT-B/16 loads; or any smaller one.
 
-ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. What a method attaches to a layer
-(adapters.py) reaches it here: tokens as in PIP eq. 2, prefixes as in eq. 3 and 4, LoRA as in Hu et al. 2021.
+ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. Methods attach
+tokens (PIP eq. 2), prefixes (eq. 3 and 4) and LoRA (Hu et al. 2021) to its layers (prompt_adapters.py).
 """
 
 import math
@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from fclmodels.backbones.base import Backbone, FeatureNet
 from fclmodels.errors import UserError
-from fclmodels.settings import BackboneSettings
+from fclmodels.settings.schema import BackboneSettings
 
 EPS = 1e-6
-# torchvision's names and ours, as parts of a name; linear_1 and linear_2 are those of its older files.
+# Parts of torchvision's names and ours; linear_1 and linear_2 are in its older files.
 OWN_NAMES = {
     r"^class_token$": "embed.class_token",
     r"^conv_proj\.": "embed.patches.",
@@ -62,7 +62,7 @@ class Vit(Backbone):
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraUpdate:
     """dW = scale * B A, added to W_Q and W_V: A [2, r, D] and B [2, D, r], for Q and V in this order."""
 
     A: Tensor
@@ -72,14 +72,11 @@ class Lora:
 
 @dataclass(frozen=True)
 class Attached:
-    """What a method attaches to one layer, a sample's own in its row. prefix: (p_K, p_V), each [B, L, D].
+    """Tensors that a method attaches to one layer, with a row for each sample."""
 
-    tokens [B, L, D] stand before the layer's input; what the layer makes of them goes no further.
-    """
-
-    tokens: Tensor | None = None
-    prefix: tuple[Tensor, Tensor] | None = None
-    lora: Lora | None = None
+    tokens: Tensor | None = None  # [B, L, D], before the layer's input; their outputs are dropped
+    prefix: tuple[Tensor, Tensor] | None = None  # (p_K, p_V), each [B, L, D]
+    lora: LoraUpdate | None = None
 
 
 class VitNet(FeatureNet):
@@ -98,41 +95,43 @@ class VitNet(FeatureNet):
         self.blocks = ("embed", *(f"layers.{index}" for index in range(settings.depth)), "norm")
         self.embed = Embed(channels, grid, settings.patch, settings.width)
         self.layers = nn.ModuleList(
-            Layer(settings.width, settings.attention_heads, settings.mlp_width) for _ in range(settings.depth)
+            EncoderLayer(settings.width, settings.attention_heads, settings.mlp_width) for _ in range(settings.depth)
         )
         self.norm = nn.LayerNorm(settings.width, eps=EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(self.embed(x))[:, 0]
 
-    def up_to(self, x: Tensor, blocks: int) -> Tensor:
-        return self.below(x, min(blocks - 1, len(self.layers)))
+    def run_first(self, x: Tensor, blocks: int) -> Tensor:
+        return self.run_below(x, min(blocks - 1, len(self.layers)))
 
-    def onwards(self, h: Tensor, blocks: int) -> Tensor:
+    def run_rest(self, h: Tensor, blocks: int) -> Tensor:
         return self.encode(h, first=min(blocks - 1, len(self.layers)))[:, 0]
 
-    def below(self, x: Tensor, first: int) -> Tensor:
-        """Images [B, C, H, W] to the tokens [B, S, D] that enter layer `first`."""
+    def run_below(self, x: Tensor, first: int) -> Tensor:
+        """Return the tokens [B, S, D] that enter layer `first`, from images [B, C, H, W]."""
         tokens: Tensor = self.embed(x)
         for layer in list(self.layers)[:first]:
             tokens = layer(tokens, Attached(), tokens.shape[1])
         return tokens
 
     def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, first: int = 0, read: int = 1) -> Tensor:
-        """Tokens [B, S, D] through all layers from `first` on and the last norm, with what is attached to them: the
-        first `read` of them [B, read, D]. The last layer makes nothing of the others."""
+        """Return the first `read` tokens [B, read, D] after all layers from `first` on and the last norm.
+
+        tokens [B, S, D] enter layer `first`. The last layer computes only the tokens that are returned.
+        """
         last = len(self.layers) - 1
         for index, layer in list(enumerate(self.layers))[first:]:
             tokens = layer(tokens, attached.get(index, Attached()), read if index == last else tokens.shape[1])
         normed: Tensor = self.norm(tokens)
         return normed
 
-    def own_names(self, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """torchvision's names or ours; positions of another square grid become those of this one."""
-        own = {_own_name(name): tensor for name, tensor in read.items()}
+    def rename_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with torchvision's names or ours by ours, positions resized to this grid."""
+        own = {_translate_name(name): tensor for name, tensor in tensors.items()}
         positions = own.get("embed.positions")
         if positions is not None and positions.ndim == 3 and positions.shape[1] != self.embed.positions.shape[1]:
-            own["embed.positions"] = interpolated(positions, self.grid)
+            own["embed.positions"] = resize_positions(positions, self.grid)
         return own
 
 
@@ -152,7 +151,7 @@ class Embed(nn.Module):
         return torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1) + self.positions
 
 
-class Layer(nn.Module):
+class EncoderLayer(nn.Module):
     """h + attention(norm(h)), then h + perceptron(norm(h))."""
 
     def __init__(self, width: int, heads: int, mlp_width: int) -> None:
@@ -167,11 +166,11 @@ class Layer(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, h: Tensor, attached: Attached, read: int) -> Tensor:
-        """h [B, S, D] to what becomes of its first `read` tokens [B, read, D]."""
-        more = 0
+        """Return the first `read` tokens [B, read, D] of the output for h [B, S, D]."""
+        offset = 0
         if attached.tokens is not None:
-            h, more = torch.cat([attached.tokens, h], dim=1), attached.tokens.shape[1]
-        rows = slice(more, more + read)
+            h, offset = torch.cat([attached.tokens, h], dim=1), attached.tokens.shape[1]
+        rows = slice(offset, offset + read)
         h = h[:, rows] + self.self_attention(self.ln_1(h), attached, rows)
         return h + self.mlp(self.ln_2(h))
 
@@ -189,28 +188,28 @@ class Attention(nn.Module):
         _zero_bias(self.out_proj)
 
     def forward(self, h: Tensor, attached: Attached, rows: slice) -> Tensor:
-        """Of tokens h [B, S, D], the attention of those in `rows` to all."""
+        """Return the attention of the tokens in `rows` to all of h [B, S, D]."""
         q, k, v = self.in_proj(h).chunk(3, dim=-1)
-        of_values = h
+        value_inputs = h
         if attached.prefix is not None:  # eq. 3: keys of [p_K; h], values of [p_V; h], queries of h
             p_K, p_V = attached.prefix
             (_, W_K, W_V), (_, b_K, b_V) = self.in_proj.weight.chunk(3), self.in_proj.bias.chunk(3)
             k = torch.cat([F.linear(p_K, W_K, b_K), k], dim=1)
             v = torch.cat([F.linear(p_V, W_V, b_V), v], dim=1)
-            of_values = torch.cat([p_V, h], dim=1)
+            value_inputs = torch.cat([p_V, h], dim=1)
         if attached.lora is not None:
             (A_Q, A_V), (B_Q, B_V), scale = attached.lora.A, attached.lora.B, attached.lora.scale
             q = q + scale * F.linear(F.linear(h, A_Q), B_Q)
-            v = v + scale * F.linear(F.linear(of_values, A_V), B_V)
+            v = v + scale * F.linear(F.linear(value_inputs, A_V), B_V)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q[:, rows], k, v))
         attended: Tensor = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return attended
 
 
-def interpolated(positions: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Positions [1, 1 + side^2, D] for another grid, bicubic as torchvision does it; the class token keeps its own.
+def resize_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Resize positions [1, 1 + side^2, D] to another grid, bicubic like torchvision; the class token's stays.
 
-    Where their number is of no square they stay as they are, and so do not fit.
+    Positions of a grid that is not square stay as they are, and then do not fit.
     """
     token, patches = positions.float().split([1, positions.shape[1] - 1], dim=1)
     side = math.isqrt(patches.shape[1])
@@ -221,9 +220,9 @@ def interpolated(positions: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.cat([token, resized.flatten(2).transpose(1, 2)], dim=1)
 
 
-def _own_name(name: str) -> str:
-    for theirs, ours in OWN_NAMES.items():
-        name = re.sub(theirs, ours, name)
+def _translate_name(name: str) -> str:
+    for pattern, own_part in OWN_NAMES.items():
+        name = re.sub(pattern, own_part, name)
     return name
 
 

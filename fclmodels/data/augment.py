@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fclmodels.settings import AugmentSettings
+from fclmodels.settings.schema import AugmentSettings
 
 
 def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generator) -> Tensor:
-    """Pixels [B, C, H, W], uint8 in 0..255 or floating in 0..1, to altered ones of the same type.
+    """Return altered pixels [B, C, H, W], uint8 in 0..255 or floating in 0..1, of the same type.
 
-    Settings that alter nothing give back the very same tensor and draw nothing.
+    Settings that alter nothing return the same tensor and draw nothing.
     """
     if settings.resize_crop is not None:
         images = resize_crop(images, settings.resize_crop, generator)
@@ -25,24 +25,24 @@ def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generato
     if settings.flip:
         images = flip(images, generator)
     if settings.brightness:
-        images = brightness(images, settings.brightness, generator)
+        images = change_brightness(images, settings.brightness, generator)
     return images
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(pixels / 255 - mean) / std of uint8 [B, C, H, W], a number for each channel, as float32."""
+    """Return (pixels / 255 - mean) / std of uint8 [B, C, H, W], a number for each channel, as float32."""
     shift = torch.tensor(mean, device=images.device).view(-1, 1, 1)
     scale = torch.tensor(std, device=images.device).view(-1, 1, 1)
     return images.to(torch.float32).mul_(1 / (255 * scale)).sub_(shift / scale)
 
 
-def as_inputs(samples: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Samples as prepared to what a network takes in: pixels are normalised, token ids stay as they are."""
+def to_inputs(samples: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Turn prepared samples into a network's inputs: pixels are normalised, token ids stay as they are."""
     return normalise(samples, mean, std) if samples.dtype == torch.uint8 else samples
 
 
 def crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """A window of the old size, anywhere in the image with `padding` zeros on each side."""
+    """Cut a window of the old size at random from the image with `padding` zeros on each side."""
     count, _, height, width = images.shape
     offsets = torch.randint(2 * padding + 1, (2, count), generator=generator, device=generator.device)
     top, left = offsets.to(images.device)
@@ -51,20 +51,20 @@ def crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Left and right exchanged with probability 1/2."""
+    """Mirror left and right with probability 1/2."""
     mirrored = _uniform(images, generator) < 0.5
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
 
 
-def brightness(images: Tensor, amount: float, generator: torch.Generator) -> Tensor:
-    """Pixels times a factor from U(1 - amount, 1 + amount), cut off at white."""
+def change_brightness(images: Tensor, amount: float, generator: torch.Generator) -> Tensor:
+    """Multiply pixels by a factor from U(1 - amount, 1 + amount), clipped at white."""
     factor = 1 + amount * (2 * _uniform(images, generator) - 1)
     white = 1.0 if images.is_floating_point() else 255.0
     return _as_pixels((images * factor.view(-1, 1, 1, 1)).clamp_(max=white), images.dtype)
 
 
 def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """A window of the image's own proportions with a share of its area from U(areas), resized to the old size."""
+    """Cut a window of the image's proportions with a share of its area from U(areas), resized to the old size."""
     low, high = areas
     share, across, down = (_uniform(images, generator) for _ in range(3))
     side = (low + (high - low) * share).sqrt()
@@ -79,7 +79,7 @@ def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Gen
 
 
 def _uniform(images: Tensor, generator: torch.Generator) -> Tensor:
-    """One number in [0, 1) a sample."""
+    """Draw a number in [0, 1) for each sample: [B]."""
     return torch.rand(len(images), generator=generator, device=generator.device).to(images.device)
 
 

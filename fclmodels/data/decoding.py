@@ -1,4 +1,4 @@
-"""Samples of a catalogue as arrays of one shape, made in parallel; what cannot be used is told, row by row."""
+"""Decoding of a catalogue's samples into one array, in parallel; defects are listed row by row."""
 
 import os
 import warnings
@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from fclmodels.data.sample_kind import find_kind
 from fclmodels.data.sources.base import Catalogue
 from fclmodels.errors import UserError
-from fclmodels.kinds import kind_of
-from fclmodels.mapped import new_array
-from fclmodels.settings import ImageSettings, SourceSettings
+from fclmodels.settings.schema import ImageSettings, SourceSettings
+from fclmodels.storage.array_cache import create_array
 
 CHUNK = 256
 PROBES = 64
@@ -30,16 +30,16 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a row of the catalogue cannot be used: one of the kinds above (of images, or texts), and particulars."""
+class Defect:
+    """The reason why a row of the catalogue cannot be used."""
 
     row: int
-    kind: str
+    kind: str  # one of those above, with a place for images or texts
     why: str
 
 
 def decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """A picture as uint8 [C, H, W]: grey or colour, squashed to (width, height), each only where it is asked for."""
+    """Decode a picture to uint8 [C, H, W]; `size` (width, height) and `channels` (1 or 3) of None: its own."""
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels are too many")
     if image.mode[0] in "IF":
@@ -52,15 +52,15 @@ def decode(image: Image.Image, size: tuple[int, int] | None, channels: int | Non
     return array[None] if grey else array.transpose(2, 0, 1)
 
 
-def commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
-    """The shape that most of some images from all over the catalogue decode to."""
+def find_commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
+    """Return the commonest shape of some samples from all over the catalogue."""
     count = len(catalogue.samples)
     rows = np.linspace(0, count - 1, min(count, PROBES)).astype(int).tolist()
     with warnings.catch_warnings(action="ignore"):
-        tried = [_decode_row(catalogue, row, settings) for row in rows]
-    shapes = Counter(array.shape for array in tried if isinstance(array, np.ndarray))
+        decoded = [_decode_row(catalogue, row, settings) for row in rows]
+    shapes = Counter(array.shape for array in decoded if isinstance(array, np.ndarray))
     if not shapes:
-        first = next(fault for fault in tried if isinstance(fault, Fault))
+        first = next(defect for defect in decoded if isinstance(defect, Defect))
         origin = catalogue.samples["origin"][first.row]
         raise UserError(
             f"none of {len(rows)} samples tried can be read ({origin}: {first.why}). Check data.source and data.root."
@@ -69,30 +69,31 @@ def commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
     return shape
 
 
-def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, path: Path) -> list[Fault]:
+def decode_all(catalogue: Catalogue, settings: SourceSettings, shape: Shape, path: Path) -> list[Defect]:
     """Write each usable sample into its row of a new .npy file [N, *shape]; the rows of the others stay 0."""
     count = len(catalogue.samples)
-    arrays = new_array(path, kind_of(shape).dtype, (count, *shape))
+    arrays = create_array(path, find_kind(shape).dtype, (count, *shape))
 
-    def decode_chunk(start: int) -> list[Fault]:
-        faults: list[Fault] = []
+    def decode_chunk(start: int) -> list[Defect]:
+        defects: list[Defect] = []
         for row in range(start, min(start + CHUNK, count)):
-            found = _decode_row(catalogue, row, settings)
-            if isinstance(found, Fault):
-                faults.append(found)
-            elif found.shape == shape:
-                arrays[row] = found
+            sample = _decode_row(catalogue, row, settings)
+            if isinstance(sample, Defect):
+                defects.append(sample)
+            elif sample.shape == shape:
+                arrays[row] = sample
             else:
-                faults.extend(_differences(row, found.shape, shape))
-        return faults
+                defects.extend(_compare_shapes(row, sample.shape, shape))
+        return defects
 
-    # Pillow decodes without holding the interpreter's lock, so threads are enough. What it remarks on a damaged file is
-    # either one of the faults or of no consequence for the pixels.
+    # Pillow decodes without holding the interpreter's lock, so threads are enough. Its warnings on a damaged file
+    # either belong to a defect or do not concern the pixels.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(os.cpu_count()) as threads:
-        return [fault for faults in threads.map(decode_chunk, range(0, count, CHUNK)) for fault in faults]
+        chunks = threads.map(decode_chunk, range(0, count, CHUNK))
+        return [defect for defects in chunks for defect in defects]
 
 
-def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.ndarray | Fault:
+def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.ndarray | Defect:
     try:
         sample = catalogue.open(row)
         if isinstance(sample, np.ndarray):
@@ -102,13 +103,13 @@ def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.
             size = None if settings.size is None else (settings.size, settings.size)
             return decode(sample, size, settings.channels)
     except UnidentifiedImageError:
-        return Fault(row, UNREADABLE, "not an image")
+        return Defect(row, UNREADABLE, "not an image")
     except Exception as problem:  # on a damaged file a decoder may raise anything
-        return Fault(row, UNREADABLE, " ".join(str(problem).split()) or type(problem).__name__)
+        return Defect(row, UNREADABLE, " ".join(str(problem).split()) or type(problem).__name__)
 
 
-def _differences(row: int, shape: tuple[int, ...], usual: Shape) -> Iterator[Fault]:
+def _compare_shapes(row: int, shape: tuple[int, ...], usual: Shape) -> Iterator[Defect]:
     if shape[1:] != usual[1:]:
-        yield Fault(row, OTHER_SIZE, f"{shape[2]} x {shape[1]}, not {usual[2]} x {usual[1]}")
+        yield Defect(row, OTHER_SIZE, f"{shape[2]} x {shape[1]}, not {usual[2]} x {usual[1]}")
     if shape[0] != usual[0]:
-        yield Fault(row, OTHER_CHANNELS, f"{shape[0]}, not {usual[0]}")
+        yield Defect(row, OTHER_CHANNELS, f"{shape[0]}, not {usual[0]}")

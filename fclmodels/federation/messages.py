@@ -1,4 +1,4 @@
-"""What travels between the server and its clients: parts made of named tensors.
+"""The messages between the server and its clients: parts made of named tensors.
 
 Between processes a message is JSON plus raw tensor bytes, in shared memory or as one bytes object; nothing is pickled.
 """
@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fclmodels.mapped import reserve
-from fclmodels.state import Tree, flatten, unflatten
+from fclmodels.storage.files import reserve
+from fclmodels.storage.trees import Tree, flatten, unflatten
 
 Kind = Literal[
     "weights",
@@ -29,73 +29,87 @@ Kind = Literal[
     "reference",
     "loss",
     "count",
+    "samples",
+    "gradient",
+    "generator",
+    "class-statistics",
     "protocol",
 ]
-Least = Literal["sum", "each"]
+Least = Literal["sum", "group", "each"]
 Place = tuple[str, list[int], int | None]
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Part:
-    """Named tensors of one kind, and the least that the method's server needs of them over clients.
+    """Named tensors of one kind, as they travel.
 
-    kind "statistics": changes of a mean over `over`, or without it sums of what is not negative; "energy": of a layer's
-    input, [||X||^2, ||X*||^2, n ||X*|| / ||X||, n]; "loss": a sum over samples, and their number.
-    least "sum": of floating point in a reply to training, for a late one counts in part.
-    once: it stays the same for a whole task, so a client downloads it the first time that it takes part.
-    over: the part with the one number w that its tensors w*x are multiplied by; the mean is the sum over that part's.
-    bound: what noise takes for the largest length of its tensors together; None: nothing is known of it.
-    noise: standard deviation of a mechanism's noise in each number, so that counts and variances may be below 0.
+    Kinds whose names do not explain them: "statistics" are changes of a mean (with `over`), or sums of numbers that are
+    not negative (without); "energy" of a layer's input is [||X||^2, ||X*||^2, n ||X*|| / ||X||, n]; "loss" a sum over
+    samples, and their number; "samples" are synthetic; "gradient" is that of a loss, by parameter; "generator" the
+    weights of a network beside the model; "class-statistics" counts, sums and second moments of features by class, or
+    A^T A and A^T Y of features A and classes Y.
     """
 
     kind: Kind
     tensors: dict[str, Tensor]
+    # The least that the method's server needs of it: a sum over all clients, sums over groups, or each client's.
+    # What is summed in a reply to training is of floating point: a late reply counts in part.
     least: Least = "sum"
-    once: bool = False
-    over: str = ""
-    bound: float | None = None
-    noise: float = 0.0
+    once: bool = False  # it stays the same during a task, so a client downloads it the first time that it takes part
+    over: str = ""  # the part with the weight w where tensors are w*x: their mean is their sum divided by that part's
+    bound: float | None = None  # the largest length of its tensors together, which noise needs; None: no bound
+    noise: float = 0.0  # standard deviation of the noise in each number, which may bring counts below 0
+    of: str = "weights"  # of an update: the part of the payload that its tensors are a change of
 
     def to(self, device: torch.device | str) -> "Part":
+        """Return the part with its tensors on a device."""
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @property
     def is_outline(self) -> bool:
-        """Whether its tensors are on the device "meta": names, types and shapes without numbers."""
+        """Return whether its tensors are on the device "meta": names, types and shapes without numbers."""
         return any(tensor.is_meta for tensor in self.tensors.values())
 
     @property
     def bytes(self) -> int:
+        """The size of its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 Payload = dict[str, Part]
 
 
-def outline(kind: Kind, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32) -> Part:
-    """A part of which there is no more than its form."""
-    return Part(kind, {name: torch.empty(tuple(of), dtype=dtype, device="meta") for name, of in shapes.items()})
+def outline(
+    kind: Kind,
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    least: Least = "sum",
+    bound: float | None = None,
+) -> Part:
+    """Return the outline of a part: its tensors' names, types and shapes, without numbers."""
+    tensors = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    return Part(kind, tensors, least, bound=bound)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's answer. `loss` and `samples` are for the log only: no method reads them."""
+    """The message with a client's answer."""
 
     parts: dict[str, Part]
-    loss: float = 0.0
+    loss: float = 0.0  # mean over samples; like `samples` for the log only: no method reads it
     samples: int = 0
-    base_round: int = 0
-    out_of_memory: bool = False  # then there are no parts
-    withheld: bool = False  # by the client itself, under secure aggregation: neither
+    base_round: int = 0  # the round in which the client has trained
+    out_of_memory: bool = False  # the client could not train: there are no parts
+    withheld: bool = False  # by the client itself, under secure aggregation: there are no parts either
 
     @property
     def facts(self) -> dict[str, float]:
-        """All but the parts."""
+        """All fields but the parts."""
         return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory", "withheld")}
 
     def apart(self) -> tuple["Reply", dict[str, dict[str, Tensor]]]:
-        """The reply with outlines of the parts that are needed as sums only, and the tensors of these."""
+        """Return the reply with outlines of the parts that are needed as sums only, and the tensors of these parts."""
         sums = {name: part for name, part in self.parts.items() if part.least == "sum"}
         outlines = {name: part.to("meta") for name, part in sums.items()}
         return replace(self, parts=self.parts | outlines), {name: part.tensors for name, part in sums.items()}
@@ -105,17 +119,19 @@ class Reply:
 class Block:
     """Parts summed over some clients of a job: a node of the tree over them all (replies.py)."""
 
-    level: int
-    place: int
+    level: int  # it is a sum over up to 2**level clients
+    place: int  # of the node in its level, from the left
     parts: dict[str, dict[str, Tensor]]
 
 
 def parts_to_tree(parts: dict[str, Part]) -> Tree:
-    facts = ("kind", "tensors", "least", "once", "over", "bound", "noise")
+    """Return parts as a tree that can be written."""
+    facts = ("kind", "tensors", "least", "once", "over", "bound", "noise", "of")
     return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
 
 
 def parts_from_tree(tree: Tree) -> dict[str, Part]:
+    """Return the parts that such a tree holds."""
     return {name: Part(**part) for name, part in tree.items()}
 
 
@@ -127,11 +143,11 @@ class SharedBuffer:
         self._map: mmap.mmap | None = None
 
     def write(self, tree: Tree) -> int:
-        """Copy a tree in; returns its size, which the reader must be told."""
+        """Copy a tree into the buffer; return its size, which the reader needs."""
         return _write(tree, self._mapped)[1]
 
     def read(self, size: int) -> Tree:
-        """The tree of that size; its tensors are views that the next write changes."""
+        """Return the tree of that size; its tensors are views, which the next write changes."""
         return _read(self._mapped(size), size)
 
     def _mapped(self, size: int) -> mmap.mmap:
@@ -143,20 +159,20 @@ class SharedBuffer:
 
 
 def to_bytes(tree: Tree) -> bytes:
-    """A tree as one message."""
+    """Return a tree as one message."""
     memory, size = _write(tree, lambda size: mmap.mmap(-1, size))
     return memory[:size]
 
 
 def from_bytes(message: bytes) -> Tree:
-    """The inverse. Its tensors lie in memory of their own, at addresses as torch would give them."""
+    """Return the tree of a message. Its tensors lie in memory of their own, aligned as torch's are."""
     memory = mmap.mmap(-1, len(message))
     memory[:] = message
     return _read(memory, len(message))
 
 
 def _write(tree: Tree, memory_of: Callable[[int], mmap.mmap]) -> tuple[mmap.mmap, int]:
-    """The tensors, then where each lies, then how long that is."""
+    """Write the tensors, then a header that says where each lies, then its length; return memory and size."""
     skeleton, tensors = flatten(tree)
     layout, end = _layout(tensors.values())
     header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
@@ -177,7 +193,7 @@ def _read(memory: mmap.mmap, size: int) -> Tree:
 
 
 def _layout(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
-    """Type, shape and aligned offset of each tensor, and where the last one ends; no offset of what has no numbers."""
+    """Return each tensor's type, shape and aligned offset (None for an outline's), and where the last one ends."""
     places: list[Place] = []
     offset = 0
     for tensor in tensors:

@@ -1,37 +1,37 @@
-"""What the server knows: a value that can be saved, and the only state a run has besides clients' memories."""
+"""The server's state: a value that can be saved, and the only state of a run besides the clients' memories."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fclmodels.backbones.spec import ModelSpec
-from fclmodels.state import Tree
+from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.storage.trees import Tree
 
 
 @dataclass(frozen=True)
 class Server:
-    """The global model after `task` (-1: none yet) and a method's own knowledge, a tree of tensors and JSON.
-
-    refused: how often the replies of which client were refused.
-    """
+    """The global model and what the server knows besides."""
 
     spec: ModelSpec
     weights: dict[str, Tensor]
-    task: int = -1
-    knowledge: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    task: int = -1  # the last task that it has begun to learn; -1: none yet
+    knowledge: dict[str, Any] = field(default_factory=dict)  # the method's own: a tree of tensors and JSON
+    refused: dict[str, int] = field(default_factory=dict)  # how many replies of a client were refused
+    networks: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # beside the model (auxiliary_networks.py)
 
     def to_tree(self) -> Tree:
-        kept = {name: getattr(self, name) for name in ("weights", "task", "knowledge")}
-        return {"spec": self.spec.to_json(), **kept, **({"refused": self.refused} if self.refused else {})}
+        """Return the state as a tree that can be written."""
+        always = {name: getattr(self, name) for name in ("weights", "task", "knowledge")}
+        further = {name: value for name in ("refused", "networks") if (value := getattr(self, name))}
+        return {"spec": self.spec.to_json(), **always, **further}
 
     @classmethod
     def from_tree(cls, tree: Tree) -> "Server":
-        """ValueError, LookupError or TypeError where the tree is no server's."""
+        """Return the state that a tree holds; raise ValueError, LookupError or TypeError where it holds none."""
         server = cls(**{**tree, "spec": ModelSpec.from_json(tree["spec"])})
-        whole = all(isinstance(weight, Tensor) for weight in server.weights.values())
-        counts = all(type(count) is int for count in (server.task, *server.refused.values()))
-        if not (whole and counts and isinstance(server.knowledge, dict)):
+        has_weights = all(isinstance(weight, Tensor) for weight in server.weights.values())
+        has_counts = all(type(count) is int for count in (server.task, *server.refused.values()))
+        if not (has_weights and has_counts and isinstance(server.knowledge, dict)):
             raise ValueError("a server has weights, the number of a task and knowledge by name")
         return server

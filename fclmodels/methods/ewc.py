@@ -1,15 +1,15 @@
 """EWC+FL: elastic weight consolidation in every client by itself, averaged by FedAvg (FOT, F.2).
 
-After a task a client takes the diagonal F of the Fisher matrix of its samples at the global model W*, and from then on
-holds each weight near W* by a spring as stiff as F. Its local objective gains (Kirkpatrick et al. 2017, eq. 3)
+After a task a client computes the diagonal F of the Fisher matrix of its samples at the global model W*, and from then
+on a spring as stiff as F pulls each weight to W*. Its local objective gains (Kirkpatrick et al. 2017, eq. 3)
 
     lambda / 2 * sum_t sum_j F_tj (w_j - W*_tj)^2
 
 with the factor 1/2, and F the mean over samples. FOT's coefficients are 40 (PMNIST), 20 (CIFAR-100), 1 (5-Datasets)
-and 0.01 (mini-ImageNet); whether its penalty has the 1/2 is not said. The springs of all tasks add up to one, of
-stiffness sum_t F_t about the mean of W*_t weighted by F_t, so a client keeps just that: `fisher` and `centre`, two
-numbers a weight however many tasks there were. `online` lets the older ones fade and has the latest W* as centre
-(Schwarz et al. 2018, section 4): F <- gamma F + F_t, without their normalisation. Neither leaves the client.
+and 0.01 (mini-ImageNet); it does not say whether its penalty has the 1/2. The springs of all tasks add up to one, of
+stiffness sum_t F_t about the mean of W*_t weighted by F_t, so a client remembers only that: `fisher` and `centre`, two
+numbers a weight for any number of tasks. `online` lets the older ones fade and has the latest W* as centre (Schwarz et
+al. 2018, section 4): F <- gamma F + F_t, without their normalisation. Neither leaves the client.
 """
 
 from functools import partial
@@ -19,26 +19,26 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from fclmodels.backbones.batch_norm import statistics_of
-from fclmodels.backbones.network import Network
-from fclmodels.backbones.sample_gradients import squared_gradients
-from fclmodels.backbones.spec import local_labels
+from fclmodels.backbones.inputs.sample_gradients import sum_squared_gradients
+from fclmodels.backbones.layers.norms import use_statistics_of
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 
-# Samples whose activations are held at once.
-BATCH = 64
+BATCH = 64  # samples whose activations are in memory at a time
 Tensors = dict[str, Tensor]
 
 
 class Ewc(FedAvg):
-    """Each client holds the weights that its own earlier samples make important near where they were."""
+    """Each client keeps the weights that are important for its own earlier samples near their earlier values."""
 
     name = "ewc"
     paper = "Overcoming catastrophic forgetting in neural networks"
@@ -71,52 +71,59 @@ class Ewc(FedAvg):
 
     settings: Settings
 
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.take_fisher = self.declare(Exchange("remember", self.payload, self.add_springs))
+
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        cohort.ask("remember", self.payload(server))
+        cohort.ask(self.take_fisher, server)
         return server
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        """The memory with the springs of the task that has ended; the answer itself is empty."""
-        weights = self.whole(client, payload)
+    def add_springs(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with the springs of the task that has ended; the answer itself is empty."""
+        weights = self.client_weights(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights)
         fisher = self.fisher(client, network.eval())
         centre = {name: weights[name] for name in fisher}
         if "fisher" in client.memory:
             before = client.memory["fisher"], client.memory["centre"]
             if self.settings.penalty == "separate":
-                fisher, centre = added(before, (fisher, centre))
+                fisher, centre = add_penalties(before, (fisher, centre))
             else:
-                fisher = faded(before[0], fisher, self.settings.gamma)
-        return Reply({}), {**client.memory, "fisher": fisher, "centre": centre}
+                fisher = fade_fisher(before[0], fisher, self.settings.gamma)
+        return Answer({}, {**client.memory, "fisher": fisher, "centre": centre})
 
     def fisher(self, client: Client, network: Network) -> Tensors:
-        """F of the client's samples, mean over them, for the parameters that later tasks move."""
+        """Return F of the client's samples, mean over them, for the parameters that later tasks move."""
         names = self.trainable(network, client.task + 1).keys()
         random = client.generator("fisher")
-        rows = client.rows.some(self.settings.samples, random)
+        rows = client.rows.draw_some(self.settings.samples, random)
         total = {name: torch.zeros_like(network.get_parameter(name)) for name in names}
-        for batch in self.run.batches.ordered(rows, BATCH):
+        for batch in self.run.batches.iterate_ordered(rows, BATCH):
             scores = partial(self.scores, network, client.task, batch, random)
-            with statistics_of(network, batch.inputs):
-                squares = squared_gradients(network, names, len(batch.labels), scores)
+            with use_statistics_of(network, batch.inputs):
+                squares = sum_squared_gradients(network, names, len(batch.labels), scores)
             for name, square in squares.items():
                 total[name].add_(square, alpha=1 / len(rows))
         return total
 
     def scores(self, network: Network, task: int, batch: Batch, random: torch.Generator) -> Tensor:
-        """[B] numbers whose squared gradients are a sample's Fisher matrix: log p of its true label, or
-        sum_c +-sqrt(p_c) log p_c with random signs, whose square has E_{y ~ p} (grad log p_y)^2 as its mean."""
+        """Return scores [B] whose squared gradients are a sample's Fisher matrix.
+
+        The score is log p of the true label, or sum_c +-sqrt(p_c) log p_c with random signs, whose squared gradient has
+        the mean E_{y ~ p} (grad log p_y)^2.
+        """
         over_seen = self.loss_is_over_seen(network.spec)
         log_p = network(batch.inputs, None if over_seen else task).log_softmax(1)
         if self.settings.labels == "data":
-            columns = batch.labels if over_seen else local_labels(network.spec, task, batch.labels)
+            columns = batch.labels if over_seen else to_local_labels(network.spec, task, batch.labels)
             return log_p.gather(1, columns[:, None])[:, 0]
         signs = torch.randint(2, log_p.shape, generator=random).to(log_p) * 2 - 1
         return (signs * (log_p.detach() / 2).exp() * log_p).sum(1)
 
     @torch.no_grad()
     def gradient(self, training: LocalTraining) -> None:
-        """lambda F (w - centre), for the rows of a head that were there when F was taken."""
+        """Add lambda F (w - centre), for the rows of a head that were there when F was taken."""
         memory, gradients = training.client.memory, training.gradients
         for name, fisher in memory.get("fisher", {}).items():
             if name in gradients:
@@ -125,23 +132,23 @@ class Ewc(FedAvg):
                 gradients[name][rows].addcmul_(fisher, stretch, value=self.settings.lam)
 
 
-def added(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors]) -> tuple[Tensors, Tensors]:
-    """(F, centre) of two penalties F/2 (w - centre)^2 as one, which differs from their sum by a constant."""
+def add_penalties(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors]) -> tuple[Tensors, Tensors]:
+    """Return (F, centre) of two penalties F/2 (w - centre)^2 as one, which differs from their sum by a constant."""
     fishers, centres = {}, {}
     for name, fisher in after[0].items():
         old, old_centre = (with_rows(part[name], len(fisher)) for part in before)
         fishers[name] = old + fisher
-        # Where neither penalty has any stiffness, 0/0, the centre is of no account.
+        # Where neither penalty has any stiffness, 0/0, any centre will do.
         share = (fisher / fishers[name]).nan_to_num(1.0)
         centres[name] = old_centre + share * (after[1][name] - old_centre)
     return fishers, centres
 
 
-def faded(before: Tensors, after: Tensors, gamma: float) -> Tensors:
-    """gamma F + F_t."""
+def fade_fisher(before: Tensors, after: Tensors, gamma: float) -> Tensors:
+    """Return gamma F + F_t."""
     return {name: fisher + gamma * with_rows(before[name], len(fisher)) for name, fisher in after.items()}
 
 
 def with_rows(old: Tensor, count: int) -> Tensor:
-    """With rows of zeros for those that a head has gained since."""
+    """Return the tensor with rows of zeros for the rows that a head has gained since."""
     return torch.cat([old, old.new_zeros(count - len(old), *old.shape[1:])])

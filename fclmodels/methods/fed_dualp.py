@@ -3,18 +3,18 @@
 In training the task is known and its expert is used; later each sample's is the one with the nearest key.
 """
 
-from fclmodels.backbones.adapters import DualP
-from fclmodels.methods.prompted import Prompted
+from fclmodels.backbones.model.prompt_adapters import DualP
+from fclmodels.methods.parts.fed_prompts import FedPrompts
 
 
-class FedDualP(Prompted):
+class FedDualP(FedPrompts):
     """Averages general and expert prompts, keys and the head of a frozen transformer (DualPrompt)."""
 
     name = "fed-dualp"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
     attaches = DualP
 
-    class Settings(Prompted.Settings, DualP.Settings):
+    class Settings(FedPrompts.Settings, DualP.Settings):
         pass
 
     settings: Settings

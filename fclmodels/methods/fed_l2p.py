@@ -2,18 +2,18 @@
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from fclmodels.backbones.adapters import L2P
-from fclmodels.methods.prompted import Prompted
+from fclmodels.backbones.model.prompt_adapters import L2P
+from fclmodels.methods.parts.fed_prompts import FedPrompts
 
 
-class FedL2P(Prompted):
+class FedL2P(FedPrompts):
     """Averages a pool of prompts, their keys and the head of a frozen transformer (Learning to Prompt)."""
 
     name = "fed-l2p"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
     attaches = L2P
 
-    class Settings(Prompted.Settings, L2P.Settings):
+    class Settings(FedPrompts.Settings, L2P.Settings):
         pool: PositiveInt | None = Field(10, le=10_000, description="prompts; null: one a task, so that the pool grows")
         matching: NonNegativeFloat = Field(0.1, le=1e6, description="lambda, weight of the key matching loss (eq. 5)")
 

@@ -1,8 +1,9 @@
 """FedAvg: clients train locally, the server averages what they changed (McMahan et al. 2017, Algorithm 1).
 
-W <- W + eta_g * sum_k n_k (w_k - W) / sum_k n_k. It does nothing against forgetting: it is what the others bend.
+W <- W + eta_g * sum_k n_k (w_k - W) / sum_k n_k. It does nothing against forgetting: other methods change parts of it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,22 +11,21 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fclmodels.backbones.batch_norm import Policy, drop_statistics, fix_statistics
-from fclmodels.backbones.heads import grow
-from fclmodels.backbones.network import FROZEN, Network, build, frozen_names
-from fclmodels.backbones.norms import statistics_names
-from fclmodels.backbones.spec import ModelSpec, local_labels
+from fclmodels.backbones.layers.norms import Policy, list_statistics
+from fclmodels.backbones.model.network import FROZEN, Network
+from fclmodels.backbones.model.spec import ModelSpec, to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
-from fclmodels.federation.executor import TRAIN
-from fclmodels.federation.kept import refuse_what_cannot_be_kept
-from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.messages import Part, Payload, Reply, outline
-from fclmodels.federation.prediction import Prediction
-from fclmodels.federation.replies import Replies
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import TRAIN, Answer, Exchange, Form, Memory
+from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.method import Method
+from fclmodels.federation.prediction import Predictor, predict_by_heads
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory, Method, Predictor
-from fclmodels.settings import Settings as BaseSettings
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.parts.trained_network import TrainedNetwork
+from fclmodels.settings.base import Settings as BaseSettings
 
 
 class FedAvg(Method):
@@ -41,42 +41,38 @@ class FedAvg(Method):
             "frozen after task 1",
         )
 
-    settings: Settings
+    def __init__(self, settings: BaseSettings, run: Run, network: TrainedNetwork | None = None) -> None:
+        if network is None:
+            assert isinstance(settings, FedAvg.Settings)
+            network = TrainedNetwork(run, settings.batch_norm)
+        self.network = network
+        super().__init__(settings, run)
+        self.declare(Exchange(TRAIN, self.payload, self.train, self.update_form))
+
+    # On the server.
 
     def setup(self) -> Server:
         spec = self.run.spec(1)
         if self.run.params.model.keep_frozen:
-            refuse_what_cannot_be_kept(self, self.networks.load(spec, self.built(spec)))
-        return Server(spec, self.built(spec))
+            from fclmodels.federation.training.frozen_activations import refuse_what_cannot_be_kept
 
-    def built(self, spec: ModelSpec) -> dict[str, Tensor]:
-        """Initial weights, drawn by the run's seed or read from `model.weights`."""
-        network = build(spec, self.run.generator("init"))
-        self.prepare(network)
-        return dict(network.state_dict())
+            refuse_what_cannot_be_kept(self, self.networks.load(spec, self.network.initial_weights(spec)))
+        return Server(spec, self.network.initial_weights(spec), networks=self.auxiliaries.initial())
 
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)
-        weights = grow(server.weights, server.spec, spec, self.run.generator("init"))
-        return replace(server, spec=spec, weights=weights, task=task)
-
-    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
-        weight = outline("count", {"weight": ()}, torch.float64)
-        parts = {"update": Part("update", self.updated(task), over="weight"), "weight": weight}
-        network = self.networks.of(self.run.spec(task + 1))
-        measured = {n: network.get_buffer(n).to("meta") for n in statistics_names(network) if not n.startswith(FROZEN)}
-        if measured and self.settings.batch_norm != "local":
-            parts["statistics"] = Part("statistics", measured, over="weight")
-        return {TRAIN: parts}
+        return replace(server, spec=spec, weights=self.network.grow(server.weights, server.spec, spec), task=task)
 
     def payload(self, server: Server) -> Payload:
-        return {"weights": Part("weights", server.weights)}
+        undownloaded = self.network.undownloaded_names(server.spec)
+        weights = {name: tensor for name, tensor in server.weights.items() if name not in undownloaded}
+        return {"weights": Part("weights", weights), **self.auxiliaries.payload(server.networks)}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         total = replies.sum("weight")["weight"].item()
         # Running statistics are averaged as they are: a step beyond their mean could make a variance negative.
         shares = {"update": self.server_lr(server.task) / total, "statistics": 1 / total}
-        sums = {"update": self.admitted(server, self.gathered(replies))}
+        sums = {"update": self.project(server, self.combine(replies))}
         if "statistics" in replies.parts:
             sums["statistics"] = replies.sum("statistics")
         moved = {
@@ -84,119 +80,143 @@ class FedAvg(Method):
             for part, changes in sums.items()
             for name, change in changes.items()
         }
-        return replace(server, weights={**server.weights, **moved})
+        networks = server.networks
+        if averaged := self.auxiliaries.at("averaged"):
+            updates = {a.update_part: replies.sum(a.update_part) for a in averaged}
+            networks = self.auxiliaries.average(networks, updates, shares["update"])
+        return replace(server, weights={**server.weights, **moved}, networks=networks)
 
-    def gathered(self, replies: Replies) -> dict[str, Tensor]:
-        """What the clients' weighted updates come to; FedAvg sums them."""
+    def combine(self, replies: Replies) -> dict[str, Tensor]:
+        """Return one update from the clients' weighted updates; FedAvg sums them."""
         return replies.sum("update")
 
-    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the server lets through of the clients' summed update."""
+    def project(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the part of the clients' summed update that the server applies."""
         return update
 
     def predictor(self, server: Server) -> Predictor:
-        return self.predict_with(self.networks.load(server.spec, server.weights))
+        network = self.networks.load(server.spec, server.weights)
+        return predict_by_heads(network, self.router(server), self.fitted_head(server))
 
-    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
-        training = self.prepared(client, payload)
-        loss, network, start = training.run(), training.network, training.start
-        update, weight, own = training.update(), self.client_weight(client), self.own(client, network)
-        measured = statistics_names(network) - own.get("statistics", {}).keys()
-        changes = {name: network.get_buffer(name) - start[name] for name in measured if name in start}
-        torch._foreach_mul_([*update.values(), *changes.values()], weight)
+    def all_weights(self, server: Server) -> dict[str, Tensor]:
+        return self.network.all_weights(server.weights)
+
+    # What travels in a round of training.
+
+    def update_form(self, task: int, round: int) -> Form:
+        """Return the outlines of a client's update, its weight, and changes of running statistics where they travel."""
+        network = self.networks.of(self.run.spec(task + 1))
+        personal = self.network.personal_names(network)
+        update = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name not in personal}
         parts = {
             "update": Part("update", update, over="weight"),
-            "weight": Part("count", {"weight": torch.tensor(weight, dtype=torch.float64)}),
+            "weight": outline("count", {"weight": ()}, torch.float64),
         }
-        if changes:
-            parts["statistics"] = Part("statistics", changes, over="weight")
-        parts |= self.further_parts(client, payload, network)
-        memory = {**client.memory, **own} if own else client.memory
-        return Reply(parts, loss, len(client.rows), client.round), memory
+        averaged = [n for n in list_statistics(network) - personal if not n.startswith(FROZEN)]
+        if averaged:
+            statistics = {name: network.get_buffer(name).to("meta") for name in averaged}
+            parts["statistics"] = Part("statistics", statistics, over="weight")
+        return {**parts, **self.auxiliaries.form()}
 
-    def client_weight(self, client: Client) -> float:
-        """What a client counts in the average."""
-        return client.weight
+    def train(self, client: Client, payload: Payload) -> Answer:
+        """Return the client's update and running statistics' change, both times its weight, and its memory."""
+        training = self.prepare_training(client, payload)
+        loss, network, start = training.run(), training.network, training.start
+        update, weight = training.update(), self.client_weight(training)
+        averaged = list_statistics(network) - self.network.personal_names(network)
+        changes = {name: network.get_buffer(name) - start[name] for name in averaged if name in start}
+        torch._foreach_mul_([*update.values(), *changes.values()], weight)
+        tensors = {
+            "update": update,
+            "weight": {"weight": torch.tensor(weight, dtype=torch.float64)},
+            **({"statistics": changes} if changes else {}),
+            **self.auxiliaries.updates(training.networks, payload, weight),
+            **self.further_parts(training, payload),
+        }
+        return Answer(tensors, self.remember(training), loss, len(client.rows))
 
-    def own(self, client: Client, network: Network) -> Memory:
-        """What stays with a client that has just trained this network: running statistics, where they are local."""
-        names = statistics_names(network) if self.settings.batch_norm == "local" else set()
-        return {"statistics": {name: network.get_buffer(name).clone() for name in names}} if names else {}
-
-    def whole(self, client: Client, payload: Payload) -> dict[str, Tensor]:
-        """The weights that it was sent with those that stay with it."""
-        return {**payload["weights"].tensors, **client.memory.get("statistics", {})}
-
-    def prepared(self, client: Client, payload: Payload) -> LocalTraining:
-        """The local training of a client from what it has downloaded, ready to run."""
-        start = self.whole(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), start)
-        self.set_modes(network, client.task)
-        return self.training(client, payload, network, start)
-
-    def training(self, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]) -> LocalTraining:
-        """The local training of a client that has downloaded this payload."""
-        return LocalTraining(self, client, network, start)
-
-    def further_parts(self, client: Client, payload: Payload, network: Network) -> dict[str, Part]:
-        """What a method adds to the reply of a client that has just trained this network."""
+    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return further parts of the answer of a client that has just trained, which a method's form declares."""
         return {}
 
+    # On a client.
+
+    def client_weight(self, training: LocalTraining) -> float:
+        """Return the weight in the average of a client that has just trained."""
+        return training.client.weight
+
+    def remember(self, training: LocalTraining) -> Memory:
+        """Return the memory of a client that has just trained, with the tensors that stay with it."""
+        network, memory = training.network, training.client.memory
+        state = network.state_dict()
+        personal = {name: state[name].clone() for name in sorted(self.network.personal_names(network))}
+        further = {
+            **({"personal": personal} if personal else {}),
+            **self.auxiliaries.memory(training.networks),
+            **(training.optimiser_memory() if self.keeps_optimisers else {}),
+        }
+        return {**memory, **further} if further else memory
+
+    def client_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+        """Return the weights that a client was sent, with those that stay with it.
+
+        Of a head that has grown since the client trained it, the new rows are the server's.
+        """
+        weights = {**payload["weights"].tensors, **self.network.draw_undownloaded(self.run.spec(client.task + 1))}
+        own: dict[str, Tensor] = client.memory.get("personal", {})
+        return {**weights, **{name: beside_new_rows(tensor, weights[name]) for name, tensor in own.items()}}
+
+    def prepare_training(self, client: Client, payload: Payload) -> LocalTraining:
+        """Return the local training of a client from what it has downloaded, ready to run."""
+        start = self.client_weights(client, payload)
+        network = self.networks.load(self.run.spec(client.task + 1), start)
+        self.set_modes(network, client.task)
+        training = LocalTraining(self, client, network, start)
+        training.networks = self.auxiliaries.start(client, payload)
+        self.start_training(training, payload)
+        return training
+
     @property
-    def personal(self) -> bool:
-        return self.settings.batch_norm == "local"
+    def is_personal(self) -> bool:
+        return self.network.is_personal
 
     def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        """The global model with what is the client's own."""
-        return self.predict_with(self.networks.load(self.run.spec(client.task + 1), self.whole(client, payload)))
+        weights = self.client_weights(client, payload)
+        return predict_by_heads(self.networks.load(self.run.spec(client.task + 1), weights))
 
-    def predict_with(self, network: Network) -> Predictor:
-        network.eval()
-
-        def predict(inputs: Tensor) -> Prediction:
-            features = network.backbone(inputs)
-            return Prediction(torch.cat([head(features) for head in network.heads], dim=1))
-
-        return predict
+    def prepare_network(self, network: nn.Module) -> None:
+        self.network.prepare(network)
 
     def freezes(self, task: int) -> bool:
-        """Whether what settings freeze after the first task is frozen in this one."""
+        """Return whether what settings freeze after the first task is frozen in this one."""
         return task > 0
 
     def set_modes(self, network: Network, task: int) -> None:
-        """Training mode, but for what is frozen."""
-        network.train()
-        if self.freezes(task):
-            for block in self.run.params.model.freeze:
-                network.backbone.get_submodule(block).eval()
-            if self.settings.batch_norm == "frozen":
-                fix_statistics(network)
+        self.network.set_modes(network, self.freezes(task))
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """All but the frozen blocks and other tasks' own heads."""
-        frozen = frozen_names(network.spec, network) if self.freezes(task) else set()
-        prefixes = ("backbone.", f"heads.{task}." if network.spec.head == "per-task" else "heads.")
-        return {n: p for n, p in network.named_parameters() if n.startswith(prefixes) and n not in frozen}
+        return self.network.trainable(network, task, self.freezes(task))
+
+    # The loss.
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return self.cross_entropy(training.network, training.features(batch), batch.labels, training.client.task)
 
     @property
     def loss_is_of_features(self) -> bool:
-        """Whether a step looks at no sample but through the features of its batch."""
         return type(self).loss is FedAvg.loss
 
     def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Over all classes seen, or over the task's (its own head, or `model.loss_over: task`)."""
+        """Return the cross entropy over all classes so far, or the task's (own head, or `model.loss_over: task`)."""
         if self.loss_is_over_seen(network.spec):
-            return cross_entropy(network.logits(features), labels)
-        return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
+            return cross_entropy(network.compute_logits(features), labels)
+        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
     def loss_is_over_seen(self, spec: ModelSpec) -> bool:
         return spec.head == "growing" and self.run.params.model.loss_over == "seen"
 
     def cross_entropy_by_task(self, network: Network, features: Tensor, labels: Tensor, tasks: Tensor) -> Tensor:
-        """Mean over samples of several tasks of each one's loss in its own task."""
+        """Return the mean loss over samples of several tasks, each in its own task."""
         present = tasks.unique().tolist()
         members = [tasks == task for task in present]
         losses = [
@@ -205,6 +225,7 @@ class FedAvg(Method):
         ]
         return sum(losses) / len(labels)
 
-    def prepare(self, network: nn.Module) -> None:
-        if self.settings.batch_norm == "batch":
-            drop_statistics(network)
+
+def beside_new_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return these first rows of some weights with the rest of them."""
+    return rows if rows.shape == weights.shape else torch.cat([rows.to(weights), weights[len(rows) :]])

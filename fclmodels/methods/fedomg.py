@@ -1,13 +1,43 @@
-"""FedOMG: gradient alignment of the clients' updates on the server (Nguyen et al. 2025), all of it in aligned.py.
+"""FedOMG: gradient alignment of the clients' updates on the server (Nguyen et al. 2025), see gradient_alignment.py.
 
-It has nothing of its own against forgetting: it is what STAMP does between clients, and Table 2's ablation (1).
+It does nothing against forgetting by itself: it is STAMP's alignment between clients alone, Table 2's ablation (1).
 """
 
-from fclmodels.methods.aligned import Aligned
+from torch import Tensor
+
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Form
+from fclmodels.federation.method import Obstacle
+from fclmodels.federation.run_context import Run
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, with_single_updates
 
 
-class FedOMG(Aligned):
+class FedOMG(FedAvg):
     """FedAvg whose server looks for a direction that no client's update points against."""
 
     name = "fedomg"
     paper = "Federated Domain Generalization with Data-free On-server Gradient Matching"
+
+    class Settings(AlignmentSettings, FedAvg.Settings):
+        pass
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.alignment = GradientAlignment(settings)
+
+    @property
+    def obstacle_to_sums(self) -> Obstacle | None:
+        return Obstacle("methods.fedomg aligns single updates on the server", "Use another method")
+
+    @property
+    def obstacle_to_robust_rules(self) -> Obstacle | None:
+        return Obstacle("aligns them", "Use mean")
+
+    def update_form(self, task: int, round: int) -> Form:
+        return with_single_updates(super().update_form(task, round))
+
+    def combine(self, replies: Replies) -> dict[str, Tensor]:
+        return self.alignment.combine(replies)

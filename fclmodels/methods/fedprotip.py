@@ -1,40 +1,51 @@
 """FedProTIP: replay-free gradient projection with task identity prediction (section 4, Algorithm 1).
 
-Training is local projected descent (projected.py). After a task each client sends core bases of what the protected
-layers see of its images on the global model (eq. 6 to 8), and the server appends their union to what it knows (eq. 9).
-The features have bases of their own, by which tasks are predicted (tip.py).
+FedAvg with three parts. Training is local projected descent (local_projection.py). After a task each client sends core
+bases of the protected layers' inputs (protected_subspace.py) for its images on the global model (eq. 6 to 8), and the
+server appends their union to its own bases (eq. 9). The features have bases of their own, by which tasks are predicted
+(task_identity.py).
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
-from fclmodels.backbones.layer_inputs import LayerInputs
+from fclmodels.backbones.inputs.layer_inputs import LayerInputs
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Part, Payload, Reply, outline
-from fclmodels.federation.replies import Replies
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.method import Obstacle
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.subspaces import Bases
-from fclmodels.methods.tip import REFERENCES, Tip
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.local_projection import LocalProjection, ProjectionSettings
+from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, SubspaceSettings
+from fclmodels.methods.parts.task_identity import TaskIdentity, TipSettings, with_own_heads
 from fclmodels.numerics.sketch import gaussian_sketch
-from fclmodels.numerics.subspace import residual_mass, total_energy, union
+from fclmodels.numerics.subspace import limit_columns, rank_by_energy, rank_by_mass, union
+from fclmodels.numerics.task_relevance import Router
 
 # TIP's basis among those of the layers, and the layer whose input it is of.
 FEATURES, LAST = "features", "heads.0"
 
 
-class FedProTIP(Tip):
+class FedProTIP(FedAvg):
     """Projects every local step, and predicts a sample's task by the subspaces that its features lie in."""
 
     name = "fedprotip"
     paper = "FedProTIP: Task-Agnostic Federated Continual Learning via Replay-Free Gradient Projection"
 
-    class Settings(Tip.Settings):
+    class Settings(TipSettings, ProjectionSettings, SubspaceSettings, FedAvg.Settings):
         threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
         patches: PositiveInt = Field(512, description="m_s, random columns of each layer's input that a client takes")
         rank_rule: Literal["residual-mass", "total-energy"] = Field(
@@ -47,7 +58,9 @@ class FedProTIP(Tip):
         exchange: Literal["bases", "sketch"] = Field(
             "bases", description="a client's bases, or a Gaussian sketch of them that is only summed (eq. 40)"
         )
-        sketch_width: PositiveInt | None = Field(None, description="columns of a sketch; null: the layer's d")
+        sketch_width: PositiveInt | None = Field(
+            None, description="columns of a sketch; null: the layer's d, fewer if wide"
+        )
         projection: Literal["local", "global"] = Field(
             "local", description="of every local step; global: only of the aggregated update (section 6.3)"
         )
@@ -62,134 +75,186 @@ class FedProTIP(Tip):
 
     settings: Settings
 
+    def __init__(self, settings: Settings, run: Run) -> None:
+        run = with_own_heads(run, settings)
+        super().__init__(settings, run)
+        self.subspace = ProtectedSubspace(settings, run, self.name)
+        self.projection = LocalProjection(settings, run, self.subspace)
+        self.identity = TaskIdentity(settings, run, self.name) if settings.tip else None
+        self.core_bases = self.declare(
+            Exchange("bases", self.bases_payload, self.answer_core_bases, self.core_bases_form)
+        )
+        if self.identity:
+            self.declare(self.identity.references)
+        self.projection.bend(self)
+
     @property
-    def needs_each(self) -> str | None:
+    def obstacle_to_sums(self) -> Obstacle | None:
         if self.settings.exchange == "bases":
-            return "methods.fedprotip.exchange: bases sends each client's own. Use exchange: sketch."
-        return super().needs_each
+            return Obstacle("methods.fedprotip.exchange: bases sends each client's own", "Use exchange: sketch")
+        return self.identity.obstacle_to_sums if self.identity else None
 
     @property
-    def without_bound(self) -> str | None:
-        return "sends bases, spectra and references, and noise would fill all their directions. Use methods.fot."
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return Obstacle(
+            "sends bases, spectra and references, and noise would fill all their directions", "Use methods.fot"
+        )
 
-    # Training.
+    def remarks(self, knowledge: Any) -> list[str]:
+        return self.subspace.remarks(knowledge)
+
+    # Training: projected on the clients, or with `projection: global` on the server.
+
+    def setup(self) -> Server:
+        server = super().setup()
+        knowledge = self.subspace.begin(self.networks.load(server.spec, server.weights))
+        return replace(server, knowledge=knowledge)
+
+    def start_task(self, server: Server, task: int) -> Server:
+        return self.subspace.start_task(super().start_task(server, task))
 
     def payload(self, server: Server) -> Payload:
         local = self.settings.projection == "local"
-        return {**super().payload(server), **(self.guard_parts(server) if local else {})}
+        return {**super().payload(server), **(self.subspace.payload(server) if local else {})}
 
-    def spans(self, client: Client, payload: Payload) -> dict[str, Bases]:
-        return {part: payload[part].tensors if part in payload else {} for part in ("bases", "complements")}
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        spans = {name: payload[name].tensors if name in payload else {} for name in ("bases", "complements")}
+        self.projection.start(training, spans)
 
-    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return self.projection.trainable(super().trainable(network, task), task)
+
+    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
+        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+
+    def project(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.admissible(server, update) if self.settings.projection == "global" else update
+
+    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+        network = self.networks.load(server.spec, server.weights)
+        changes = self.projection.without_frozen_rows(network, server.task, changes)
+        return self.subspace.project(server, network, changes)
+
+    def router(self, server: Server) -> Router | None:
+        return self.identity.router(server) if self.identity else None
 
     # After a task, on the server.
 
-    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
-        network = self.networks.of(self.run.spec(task + 1))
-        dtype, s = next(network.parameters()).dtype, self.settings.sketch_width
-        layers = {name: layer.width for name, layer in self.layers(network).items()}
-        features = {FEATURES: network.backbone.features} if self.settings.tip else {}
-        widths = layers | features
-        parts = {
-            "spectra": outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
-            "columns": outline("count", dict.fromkeys(widths, (2,)), torch.int64),
-        }
-        if self.settings.exchange == "sketch":
-            parts["directions"] = outline("sketch", {name: (d, s or d) for name, d in widths.items()}, dtype)
-        else:
-            parts["directions"] = outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype)
-            parts["features"] = outline("directions", {name: (d, 0) for name, d in features.items()}, dtype)
-        return {**super().sends(task, round), "bases": parts}
-
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        """Return the server whose bases have grown by the clients' core bases, and that predicts the task."""
         bases = dict(server.knowledge["bases"])
-        if self.settings.tip:
-            bases[FEATURES] = self.known_features(server)
+        if self.identity:
+            bases[FEATURES] = self.identity.feature_basis(server)
         features: list[Tensor] = []
         columns: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
         turns = self._turns(cohort.clients)
         for clients in turns:
-            replies = cohort.ask("bases", {**super().payload(server), "bases": Part("basis", bases)}, clients)
+            replies = cohort.ask(self.core_bases, server, bases, clients=clients)
             if not replies.clients and (columns or clients != turns[-1]):
-                continue  # was refused, and others are heard
-            for found in self._found(replies):
-                features += [found.pop(FEATURES)] if self.settings.tip else []
-                bases = union(bases, found)
-            columns, squares = added(columns, replies.sum("columns")), added(squares, replies.sum("spectra"))
+                continue  # this client's reply was refused; others are used
+            for directions in self._directions(replies):
+                features += [directions.pop(FEATURES)] if self.identity else []
+                bases = union(bases, directions)
+            columns, squares = (
+                add_by_name(columns, replies.sum("columns")),
+                add_by_name(squares, replies.sum("spectra")),
+            )
         facts = {
             "columns": {name: counts.tolist() for name, counts in columns.items()},
             "spectra": {name: of_layer.sqrt() for name, of_layer in squares.items()},
         }
-        server = self.with_bases(server, {name: bases[name] for name in server.knowledge["bases"]}, **facts)
-        return self.with_task(server, cohort, features) if self.settings.tip else server
+        layers = {name: bases[name] for name in server.knowledge["bases"]}
+        server = self.subspace.replace_bases(server, layers, **facts)
+        return self.identity.learn_task(server, cohort, features) if self.identity else server
 
     def _turns(self, clients: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Who is asked at once: all, or in the release's variant each on what the bases have become by then."""
+        """Return the clients that are asked at once: all, or in the release's variant one by one, on growing bases."""
         return [(client,) for client in clients] if self.settings.union == "sequential" else [clients]
 
-    def _found(self, replies: Replies) -> Iterator[Bases]:
+    def _directions(self, replies: Replies) -> Iterator[Bases]:
+        """Yield directions by layer, of each client or of all together."""
         if self.settings.exchange == "sketch":
             yield dict(replies.sum("directions"))
         else:
-            features = dict(replies.each("features")) if self.settings.tip else {}
+            features = dict(replies.each("features")) if self.identity else {}
             for client, directions in replies.each("directions"):
                 yield {**directions, **features.get(client, {})}
 
-    # After a task, on a client.
+    # The exchange of core bases.
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        if question == REFERENCES:
-            of_task = payload["features"].tensors
-            return self.references(client, [of_task[str(task)] for task in range(len(of_task))])
+    def bases_payload(self, server: Server, bases: Bases) -> Payload:
+        return {"weights": Part("weights", server.weights), "bases": Part("basis", bases)}
+
+    def core_bases_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.spec(task + 1))
+        dtype = next(network.parameters()).dtype
+        layers = {name: layer.width for name, layer in self.subspace.layers(network).items()}
+        features = {FEATURES: network.backbone.features} if self.identity else {}
+        widths = layers | features
+        spectra = {
+            "spectra": outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
+            "columns": outline("count", dict.fromkeys(widths, (2,)), torch.int64),
+        }
+        if self.settings.exchange == "sketch":
+            sketch = outline("sketch", {name: (d, self.sketch_width(d)) for name, d in widths.items()}, dtype)
+            return {"directions": sketch, **spectra}
+        # How many columns a client's directions have is its own.
+        directions = outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype, "each")
+        if not self.identity:
+            return {"directions": directions, **spectra}
+        of_features = outline("directions", {name: (d, 0) for name, d in features.items()}, dtype, "each")
+        return {"directions": directions, **spectra, "features": of_features}
+
+    def answer_core_bases(self, client: Client, payload: Payload) -> Answer:
+        """Return core bases of the client's layer inputs outside of the bases that it was sent."""
         network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
-        bases, layers = payload["bases"].tensors, self._all_layers(network)
+        bases, layers = payload["bases"].tensors, self.subspace.all_layers(network)
         layer_of = {name: LAST if name == FEATURES else name for name in bases}
-        # Eq. 8 is about the singular values of the m_s columns, which a Gram matrix would square.
-        inputs = self.observe(
-            client, network, {name: layers[name] for name in layer_of.values()}, self.settings.patches
-        )
-        memory = self.remembering(client, inputs[LAST]) if self.settings.tip else client.memory
-        return Reply(self.core_bases(client, {name: inputs[layer_of[name]] for name in bases}, bases)), memory
+        # Eq. 8 needs the singular values of the m_s columns, which a Gram matrix would square.
+        observed = {name: layers[name] for name in layer_of.values()}
+        inputs = self.subspace.observe(client, network, observed, self.settings.patches)
+        memory = self.identity.remember(client, inputs[LAST]) if self.identity else client.memory
+        return Answer(self.extract(client, {name: inputs[layer_of[name]] for name in bases}, bases), memory)
 
-    def core_bases(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, Part]:
-        """Of each input: the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G (eq. 40).
+    def extract(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, dict[str, Tensor]]:
+        """Return of each input the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G.
 
-        Of the features U diag(sigma), which tells energies too. sigma is scaled to all columns that there are, so that
-        clients with more data count more.
-
-        Besides, the squared singular values, filled up to d, and how many columns were taken of how many.
+        For the features U diag(sigma), which has the energies too. sigma is scaled from the columns used to all, so
+        that clients with more data count more (eq. 40 for the sketch). Further parts: the squared singular values,
+        padded to d, and the numbers of columns used and of all columns.
         """
         sketch, random = self.settings.exchange == "sketch", client.generator("sketch")
         directions, squares, columns = {}, {}, {}
-        for name, seen in inputs.items():
-            U, sigma = seen.principal(bases[name])
-            U = U[:, : self._rank(name, seen, bases[name], sigma, client.task)]
-            width = self.settings.sketch_width or seen.width
-            scaled = U * sigma[: U.shape[1]] * (seen.total / seen.seen) ** 0.5
+        for name, X in inputs.items():
+            U, sigma = X.principal(bases[name])
+            U = U[:, : self._rank(name, X, bases[name], sigma, client.task)]
+            scaled = U * sigma[: U.shape[1]] * (X.total / X.count) ** 0.5
             # Vectors of small singular values, from a Gram matrix, are orthogonal to some 1e-3 only.
-            found = scaled if name == FEATURES else torch.linalg.qr(U).Q
-            directions[name] = gaussian_sketch(scaled, width, random) if sketch else found.contiguous()
-            squares[name] = torch.nn.functional.pad(sigma.square(), (0, seen.width - len(sigma)))
-            columns[name] = torch.tensor([seen.seen, seen.total])
-        parts = {"spectra": Part("statistics", squares), "columns": Part("count", columns)}
-        if sketch:
-            return {"directions": Part("sketch", directions), **parts}
-        if FEATURES in directions:
-            parts["features"] = Part("directions", {FEATURES: directions.pop(FEATURES)}, "each")
-        return {"directions": Part("basis", directions, "each"), **parts}
+            leading = scaled if name == FEATURES else torch.linalg.qr(U).Q
+            width = self.sketch_width(X.width)
+            directions[name] = gaussian_sketch(scaled, width, random) if sketch else leading.contiguous()
+            squares[name] = pad(sigma.square(), (0, X.width - len(sigma)))
+            columns[name] = torch.tensor([X.count, X.total])
+        tensors = {"directions": directions, "spectra": squares, "columns": columns}
+        if FEATURES in directions and not sketch:
+            tensors["features"] = {FEATURES: directions.pop(FEATURES)}
+        return tensors
 
-    def _rank(self, name: str, seen: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
-        if name == FEATURES:  # measured by energy, a task whose features are much like earlier ones' had no direction
-            return residual_mass(sigma, self.settings.tip_threshold)
-        threshold = self.threshold(task)
+    def sketch_width(self, d: int) -> int:
+        """Return the columns of a layer's sketch; of a wide layer no more than it has room for."""
+        return limit_columns(self.settings.sketch_width or d, d)
+
+    def _rank(self, name: str, X: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
+        if name == FEATURES:  # by energy, a task whose features are much like earlier ones' would have no direction
+            return rank_by_mass(sigma, self.settings.tip_threshold)
+        threshold = self.subspace.threshold(task)
         if self.settings.rank_rule == "residual-mass":
-            return residual_mass(sigma, threshold)
-        energy = seen.energy()
-        return total_energy(sigma, seen.energy(basis) / energy if energy else 0.0, threshold)
+            return rank_by_mass(sigma, threshold)
+        energy = X.energy()
+        return rank_by_energy(sigma, X.energy(basis) / energy if energy else 0.0, threshold)
 
 
-def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+def add_by_name(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: sums[name] + tensor if sums else tensor for name, tensor in more.items()}

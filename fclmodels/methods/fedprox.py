@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the round's global model (Li et al. 2020, Eq. 2).
+"""FedProx: FedAvg with a proximal term to the round's global model (Li et al. 2020, Eq. 2).
 
 The local objective is F_k(w) + mu/2 ||w - W||^2; its gradient gains mu (w - W).
 """
@@ -6,7 +6,7 @@ The local objective is F_k(w) + mu/2 ||w - W||^2; its gradient gains mu (w - W).
 import torch
 from pydantic import Field, NonNegativeFloat
 
-from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 
 

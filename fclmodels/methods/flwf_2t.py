@@ -1,14 +1,14 @@
 """FLwF-2T: federated learning without forgetting, with two teachers (Usmanova et al. 2021, arXiv 2109.04197; 2022).
 
-The client's own model of the past teaches it what it has seen itself, the server's what all have seen; each by the
-distillation loss of distilled.py:  L = L_new + alpha L_own + beta L_server.
+The client's own past model teaches what this client has learned, the server's what all clients have; each by the
+distillation loss of distillation.py:  L = L_new + alpha L_own + beta L_server.
 
-The client's own model is the one that it gets when a task has ended by training the final global model for one more
-round on its samples of that task, as in any round and with the task's teachers. It is kept until the client has had
-another task, and never leaves it. A client without one, which had no earlier task, has the server's teacher alone.
-The server's is the previous task's final global model W*_{t-1}, downloaded once a task; or, by setting, the current
-one, from which the round starts and which knows the new classes too. Both are readings: the paper's own equations were
-not at hand, nor how it scales the three losses.
+The client's own model is made when a task has ended: the final global model, trained for one more round on the client's
+samples of that task, as in any round and with the task's teachers. The client stores it until it has had another task;
+it never travels. A client without one, which had no earlier task, has the server's teacher alone. The server's is the
+previous task's final global model W*_{t-1}, downloaded once a task; or, by setting, the current one, from which the
+round starts and which knows the new classes too. Both are our interpretations: the paper's equations were not at hand,
+nor how it scales the three losses.
 """
 
 from dataclasses import replace
@@ -17,11 +17,12 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat
 
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.distilled import Distilled, Weights
+from fclmodels.methods.parts.distillation import Distilled, Lesson
 
 
 class Flwf2T(Distilled):
@@ -39,29 +40,28 @@ class Flwf2T(Distilled):
 
     settings: Settings
 
-    def payload(self, server: Server) -> Payload:
-        payload = super().payload(server)
-        if self.settings.server == "current":
-            payload.pop("anchor", None)
-        return payload
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.downloads_last_model = settings.server == "previous"
+        self.remember_model = self.declare(Exchange("remember", self.payload, self.keep_own_model))
 
-    def teachers(self, client: Client, payload: Payload) -> list[tuple[float, Weights]]:
+    def lessons(self, client: Client, payload: Payload) -> list[Lesson]:
         if client.task == 0:
             return []
-        of_server = payload["anchor" if self.settings.server == "previous" else "weights"]
-        teachers = [(self.settings.beta, of_server.tensors)]
+        of_server = payload["anchor" if self.downloads_last_model else "weights"]
+        lessons = [Lesson(self.settings.beta, of_server.tensors)]
         if "model" in client.memory:
-            teachers.append((self.settings.alpha, client.memory["model"]))
-        return teachers
+            lessons.append(Lesson(self.settings.alpha, client.memory["model"]))
+        return lessons
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        cohort.ask("remember", self.payload(server))
+        cohort.ask(self.remember_model, server)
         return server
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        """The memory with the client's own model of the task; the answer itself is empty."""
-        one_more = replace(client, round=self.run.rounds(client.task))
-        training = self.prepared(one_more, payload)
+    def keep_own_model(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with the client's own model of the task; the answer itself is empty."""
+        one_round_more = replace(client, round=self.run.rounds(client.task))
+        training = self.prepare_training(one_round_more, payload)
         training.run()
         model = {name: weight.clone() for name, weight in training.network.state_dict().items()}
-        return Reply({}), {**client.memory, "model": model}
+        return Answer({}, {**client.memory, "model": model})

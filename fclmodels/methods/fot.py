@@ -1,11 +1,12 @@
 """FOT: Federated Orthogonal Training (Bakman et al. 2024, Algorithms 1 and 2).
 
-Clients train as in FedAvg. FedProject: the server removes from their mean update what acts on the principal subspace
-of earlier tasks' layer inputs (eq. 5 to 7). GPSE: after each task every client sends one Gaussian sketch of each
-layer's input outside the known subspace (eq. 8, 9); of the sum the leading directions join the subspace (eq. 12).
-Appendix H: under federation.privacy sketches are clipped and get Gaussian noise, whose energy the server takes off.
+Clients train as in FedAvg. FedProject: the server removes from their mean update the part that acts on the principal
+subspace of earlier tasks' layer inputs (eq. 5 to 7; protected_subspace.py). GPSE: after each task every client sends
+one Gaussian sketch of each layer's input outside that subspace (eq. 8, 9); leading directions of the sum join it (eq.
+12). Appendix H: under federation.privacy sketches are clipped and get noise, whose energy the server subtracts.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,35 +14,35 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
-from fclmodels.backbones.capture import Layer
-from fclmodels.backbones.layer_inputs import ROUNDING_OF_GRAM
-from fclmodels.backbones.network import Network
+from fclmodels.backbones.inputs.layer_capture import Layer
+from fclmodels.backbones.inputs.layer_inputs import ROUNDING_OF_GRAM
+from fclmodels.backbones.model.network import Network
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.executor import TRAIN
-from fclmodels.federation.messages import Kind, Part, Payload, Reply, outline
-from fclmodels.federation.replies import Replies
-from fclmodels.federation.run import Run
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.method import Obstacle
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.subspaces import Bases, Subspaces
-from fclmodels.numerics.privacy import clipped, without_noise
-from fclmodels.numerics.subspace import principal, release_rank, total_energy
-from fclmodels.settings import Settings as BaseSettings
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, SubspaceSettings
+from fclmodels.numerics.gaussian_mechanism import clip_norm, remove_noise
+from fclmodels.numerics.subspace import limit_columns, principal, rank_as_released, rank_by_energy
 
-RANK_RULES = {"total-energy": total_energy, "release": release_rank}
-# What a client tells of its layers' inputs, as sums over clients.
-PARTS: dict[str, Kind] = {"sketch": "sketch", "energy": "energy", "columns": "count"}
+RANK_RULES = {"total-energy": rank_by_energy, "release": rank_as_released}
+Tensors = dict[str, Tensor]
 
 
-class Fot(Subspaces):
-    """Keeps the server's updates orthogonal to what earlier tasks' layers saw; clients sketch it once a task."""
+class Fot(FedAvg):
+    """Keeps the server's updates orthogonal to earlier tasks' layer inputs, which clients sketch once a task."""
 
     name = "fot"
     paper = "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in Continual Federated Learning"
 
-    class Settings(Subspaces.Settings):
+    class Settings(SubspaceSettings, FedAvg.Settings):
         rank_rule: Literal["total-energy", "release"] = Field(
             "total-energy", description="energy with the share already covered; release: the released code's norm ratio"
         )
@@ -57,143 +58,170 @@ class Fot(Subspaces):
 
     settings: Settings
 
-    def __init__(self, settings: BaseSettings, run: Run) -> None:
+    def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if self.settings.gpse == "local" and run.params.federation.faults.late:
+        if settings.gpse == "local" and run.params.federation.faults.late:
             raise UserError(
                 "methods.fot.gpse: local takes sketches from the last round's replies, and late ones of earlier rounds "
                 "have none. Use gpse: global, or federation.faults.late: 0."
             )
+        self.subspace = ProtectedSubspace(settings, run, self.name)
+        self.is_private = run.params.federation.privacy.on
+        self.gpse = Exchange("gpse", self.gpse_payload, self.answer_gpse, self.sketch_form)
+        if settings.gpse == "global":
+            self.declare(self.gpse)
 
     @property
-    def without_bound(self) -> str | None:
+    def obstacle_to_noise(self) -> Obstacle | None:
         if (self.settings.gpse, self.settings.rank_rule) != ("global", "total-energy"):
-            return "covers sketches by noise under gpse: global and rank_rule: total-energy. Set these."
-        return super().without_bound
+            return Obstacle("covers sketches by noise under gpse: global and rank_rule: total-energy", "Set these")
+        return None
 
-    def sends(self, task: int, round: int) -> dict[str, dict[str, Part]]:
-        layers, sent = self.layers(self.networks.of(self.run.spec(task + 1))), super().sends(task, round)
-        shapes = {name: (layer.width, self.sketch_width(layer)) for name, layer in layers.items()}
-        told = {
-            "sketch": outline("sketch", shapes),
-            "energy": outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
-            "columns": outline("count", dict.fromkeys(layers, (2,)), torch.int64),
-        }
-        if self.private:
-            told = {"sketch": told["sketch"], "share": outline("count", dict.fromkeys(layers, ()), torch.float64)}
-        if self.settings.gpse == "global":
-            return {**sent, "gpse": told}
-        return {TRAIN: {**sent[TRAIN], **(told if round == self.run.rounds(task) - 1 else {})}}
+    def remarks(self, knowledge: Any) -> list[str]:
+        return self.subspace.remarks(knowledge)
 
-    def admitted(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """FedProject, eq. 6."""
+    def setup(self) -> Server:
+        server = super().setup()
+        return replace(server, knowledge=self.subspace.begin(self.networks.load(server.spec, server.weights)))
+
+    def start_task(self, server: Server, task: int) -> Server:
+        return self.subspace.start_task(super().start_task(server, task))
+
+    # FedProject, eq. 6.
+
+    def project(self, server: Server, update: Tensors) -> Tensors:
         return self.admissible(server, update)
 
-    def payload(self, server: Server) -> Payload:
-        with_bases = self.settings.gpse == "local"
-        return {**super().payload(server), **(known(server) if with_bases else {})}
+    def admissible(self, server: Server, changes: Tensors) -> Tensors:
+        return self.subspace.project(server, self.networks.load(server.spec, server.weights), changes)
 
-    def further_parts(self, client: Client, payload: Payload, network: Network) -> dict[str, Part]:
-        """The release's GPSE: sketches of the last round's clients, on the models that they have just trained."""
-        if self.settings.gpse == "local" and client.round == self.run.rounds(client.task) - 1:
-            return self.sketched(client, network, payload["bases"].tensors)
-        return {}
-
-    def aggregate(self, server: Server, replies: Replies) -> Server:
-        server = super().aggregate(server, replies)
-        return told(server, replies) if "sketch" in replies.parts else server
+    # GPSE and ExpandOrthogonalSet (Algorithm 2).
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        """GPSE and ExpandOrthogonalSet (Algorithm 2)."""
         if self.settings.gpse == "global":
-            server = told(server, cohort.ask("gpse", {**super().payload(server), **known(server)}))
+            server = with_sums(server, cohort.ask(self.gpse, server))
         sums = server.knowledge["told"]
         directions, spectra = {}, {}
         for name, sketch in sums["sketch"].items():
             U, sigma = principal(sketch)
-            if self.private:
-                joined = sums["clients"] * self.run.params.federation.privacy.sample_rate
-                sigma, share = denoised(sigma, sketch, sums["share"][name], joined, sums["noise"])
-            else:
-                sigma, share = self.measured(sigma, sketch, sums["energy"][name])
+            sigma, share = self.denoise(name, sigma, sums) if self.is_private else self.measure(name, sigma, sums)
             spectra[name] = sigma
-            directions[name] = U[:, : RANK_RULES[self.settings.rank_rule](sigma, share, self.threshold(server.task))]
+            rank = RANK_RULES[self.settings.rank_rule](sigma, share, self.subspace.threshold(server.task))
+            directions[name] = U[:, :rank]
         columns = {name: counts.tolist() for name, counts in sums.get("columns", {}).items()}
-        kept = {name: value for name, value in server.knowledge.items() if name != "told"}
-        return self.extended(replace(server, knowledge=kept), directions, spectra=spectra, columns=columns)
+        knowledge = {name: value for name, value in server.knowledge.items() if name != "told"}
+        server = replace(server, knowledge=knowledge)
+        return self.subspace.extend(server, directions, spectra=spectra, columns=columns)
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        """RandomizedActivationCollection (Algorithm 2), on the global model."""
-        weights = self.whole(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), weights)
-        parts = self.sketched(client, network, payload["bases"].tensors)
-        if self.private:
-            parts = self.bounded(parts)
-        return Reply(parts), client.memory
+    def gpse_payload(self, server: Server) -> Payload:
+        return {"weights": Part("weights", server.weights), **bases_payload(server)}
 
-    def sketched(self, client: Client, network: Network, bases: Bases) -> dict[str, Part]:
-        """Of each layer: the sketch [d, s] of X* (eq. 9), its energies, and how many columns were taken of how many.
+    def sketch_form(self, task: int, round: int) -> Form:
+        """Return the outlines of a client's sketches; under noise of the clipped ones, with a share of each layer."""
+        layers = self.subspace.layers(self.networks.of(self.run.spec(task + 1)))
+        shapes = {name: (layer.width, self.sketch_width(layer)) for name, layer in layers.items()}
+        if self.is_private:
+            root = len(layers) ** 0.5
+            return {
+                "sketch": outline("sketch", shapes, bound=self.settings.sketch_clip * root),
+                "share": outline("count", dict.fromkeys(layers, ()), torch.float64, bound=root),
+            }
+        return {
+            "sketch": outline("sketch", shapes),
+            "energy": outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
+            "columns": outline("count", dict.fromkeys(layers, (2,)), torch.int64),
+        }
+
+    def answer_gpse(self, client: Client, payload: Payload) -> Answer:
+        """Return the client's sketches (RandomizedActivationCollection, Algorithm 2) on the global model."""
+        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+        sketches = self.sketch(client, network, payload["bases"].tensors)
+        return Answer(self.clip(sketches) if self.is_private else sketches, client.memory)
+
+    def sketch(self, client: Client, network: Network, bases: Bases) -> dict[str, Tensors]:
+        """Return of each layer the sketch [d, s] of X* (eq. 9), its energies, and the numbers of columns used and all.
 
         energy: ||X||^2, ||X*||^2, n ||X*|| / ||X|| and n, the number of samples.
         """
         random, samples = client.generator("sketch"), len(client.rows)
-        layers = self.layers(network)
+        layers = self.subspace.layers(network)
         sketches, energies, columns = {}, {}, {}
-        for name, seen in self.observe(client, network, layers).items():
-            all_of_it, outside = seen.energy(), seen.energy(bases[name])
-            ratio = (outside / all_of_it) ** 0.5 if all_of_it else 0.0
-            sketches[name] = seen.sketch(bases[name], self.sketch_width(layers[name]), random)
-            energies[name] = torch.tensor([all_of_it, outside, samples * ratio, samples], dtype=torch.float64)
-            columns[name] = torch.tensor([seen.seen, seen.total])
-        tensors = dict(zip(PARTS, (sketches, energies, columns), strict=True))
-        return {part: Part(kind, tensors[part]) for part, kind in PARTS.items()}
+        for name, X in self.subspace.observe(client, network, layers).items():
+            energy, outside = X.energy(), X.energy(bases[name])
+            ratio = (outside / energy) ** 0.5 if energy else 0.0
+            sketches[name] = X.sketch(bases[name], self.sketch_width(layers[name]), random)
+            energies[name] = torch.tensor([energy, outside, samples * ratio, samples], dtype=torch.float64)
+            columns[name] = torch.tensor([X.count, X.total])
+        return {"sketch": sketches, "energy": energies, "columns": columns}
 
     def sketch_width(self, layer: Layer) -> int:
-        """s, the sampling dimension."""
+        """Return s, the sampling dimension; of a wide layer no more than it has room for."""
         conv = isinstance(layer.module, nn.Conv2d)
-        return max(1, round(layer.width * (self.settings.sketch_conv if conv else self.settings.sketch_linear)))
+        times = self.settings.sketch_conv if conv else self.settings.sketch_linear
+        return limit_columns(max(1, round(layer.width * times)), layer.width)
 
-    def measured(self, sigma: Tensor, sketch: Tensor, energy: Tensor) -> tuple[Tensor, float]:
-        """A sketch's singular values, 0 for what is rounding, and the share of the layer's input outside its basis.
+    def measure(self, name: str, sigma: Tensor, sums: dict[str, Any]) -> tuple[Tensor, float]:
+        """Return a sketch's singular values, 0 where they are rounding, and the share of the input outside its basis.
 
         The share is that of the energy, or in the release the clients' mean of that of the norm.
         """
-        least = ROUNDING_OF_GRAM * (sketch.shape[1] * energy[0]).sqrt()
+        energy = sums["energy"][name]
+        least = ROUNDING_OF_GRAM * (sums["sketch"][name].shape[1] * energy[0]).sqrt()
         release = self.settings.rank_rule == "release"
         return sigma.where(sigma > least, 0.0), float(energy[2] / energy[3] if release else share_outside(energy))
 
-    @property
-    def private(self) -> bool:
-        return self.run.params.federation.privacy.on
+    # Appendix H.
 
-    def bounded(self, parts: dict[str, Part]) -> dict[str, Part]:
-        """Appendix H, eq. 14: of each layer the clipped sketch, and ||X*||^2 / ||X||^2, which is at most 1."""
-        clip, layers = self.settings.sketch_clip, len(parts["sketch"].tensors) ** 0.5
-        sketches = {name: clipped(A, clip) for name, A in parts["sketch"].tensors.items()}
-        shares = {name: share_outside(energy) for name, energy in parts["energy"].tensors.items()}
+    def clip(self, sketches: Mapping[str, Tensors]) -> dict[str, Tensors]:
+        """Return of each layer the clipped sketch (eq. 14), and ||X*||^2 / ||X||^2, which is at most 1."""
         return {
-            "sketch": Part("sketch", sketches, bound=clip * layers),
-            "share": Part("count", shares, bound=layers),
+            "sketch": {name: clip_norm(A, self.settings.sketch_clip) for name, A in sketches["sketch"].items()},
+            "share": {name: share_outside(energy) for name, energy in sketches["energy"].items()},
         }
 
+    def denoise(self, name: str, sigma: Tensor, sums: dict[str, Any]) -> tuple[Tensor, float]:
+        """Return singular values less the noise's energy, and the mean share over clients expected to join."""
+        expected = sums["clients"] * self.run.params.federation.privacy.sample_rate
+        share = min(max(float(sums["share"][name]) / expected, 0.0), 1.0)
+        return remove_noise(sigma, sums["sketch"][name].shape, sums["noise"]), share
 
-def denoised(sigma: Tensor, sketch: Tensor, shares: Tensor, joined: float, noise: float) -> tuple[Tensor, float]:
-    """A sketch's singular values less the noise's energy, and the mean share over the clients expected to join."""
-    return without_noise(sigma, sketch.shape, noise), min(max(float(shares) / joined, 0.0), 1.0)
+    # The release's GPSE: sketches of the last round's clients, on the models that they have just trained.
+
+    def payload(self, server: Server) -> Payload:
+        local = self.settings.gpse == "local"
+        return {**super().payload(server), **(bases_payload(server) if local else {})}
+
+    def update_form(self, task: int, round: int) -> Form:
+        sketches = self.sketch_form(task, round) if self._sketches_in(task, round) else {}
+        return {**super().update_form(task, round), **sketches}
+
+    def further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, Tensors]:
+        client = training.client
+        if not self._sketches_in(client.task, client.round):
+            return {}
+        return self.sketch(client, training.network, payload["bases"].tensors)
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        server = super().aggregate(server, replies)
+        return with_sums(server, replies) if "sketch" in replies.parts else server
+
+    def _sketches_in(self, task: int, round: int) -> bool:
+        return self.settings.gpse == "local" and round == self.run.rounds(task) - 1
 
 
 def share_outside(energy: Tensor) -> Tensor:
-    """||X*||^2 / ||X||^2; 0 where a layer sees zeros only."""
+    """Return ||X*||^2 / ||X||^2; 0 where a layer sees zeros only."""
     return energy[1] / energy[0] if energy[0] else energy[0]
 
 
-def known(server: Server) -> Payload:
+def bases_payload(server: Server) -> Payload:
     return {"bases": Part("basis", server.knowledge["bases"], once=True)}
 
 
-def told(server: Server, replies: Replies) -> Server:
-    """The server with the sums of what clients told, and under noise how much of it the sketches have."""
-    sums: dict[str, Any] = {part: replies.sum(part) for part in (*PARTS, "share") if part in replies.parts}
+def with_sums(server: Server, replies: Replies) -> Server:
+    """Return the server with the sums of clients' sketches, and under noise the sketches' standard deviation of it."""
+    parts = ("sketch", "energy", "columns", "share")
+    sums: dict[str, Any] = {part: replies.sum(part) for part in parts if part in replies.parts}
     if noise := replies.noise("sketch"):
         sums |= {"noise": noise, "clients": len(replies.clients)}
     return replace(server, knowledge={**server.knowledge, "told": sums})

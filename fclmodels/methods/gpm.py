@@ -1,30 +1,35 @@
 """GPM+FL: Gradient Projection Memory (Saha et al. 2021) in every client by itself, averaged by FedAvg (FOT, F.2).
 
-After each task a client extends the bases in its own memory by what the global model's layers see of its images, and
-keeps its later steps clear of them. Nothing but FedAvg's parts travels, so that a run has no knowledge folder.
+After each task a client extends the bases in its own memory by the global model's layer inputs for its images, and its
+later steps stay orthogonal to them. Nothing but FedAvg's parts travels, so that a run has no knowledge folder.
 """
 
-from dataclasses import replace
-
 from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.projected import Projected
-from fclmodels.methods.subspaces import Bases
-from fclmodels.numerics.subspace import extend, total_energy
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.local_projection import LocalProjection, ProjectionSettings
+from fclmodels.methods.parts.protected_subspace import ProtectedSubspace, SubspaceSettings
+from fclmodels.numerics.subspace import extend, rank_by_energy
 
 
-class Gpm(Projected):
+class Gpm(FedAvg):
     """Each client protects what it saw itself: local bases, local projection, plain averaging."""
 
     name = "gpm"
     paper = "Gradient Projection Memory for Continual Learning"
 
-    class Settings(Projected.Settings):
+    class Settings(ProjectionSettings, SubspaceSettings, FedAvg.Settings):
         threshold: float = Field(0.97, gt=0, le=1, description="share of a layer's input energy that its basis keeps")
         threshold_step: float = Field(0.003, ge=0, le=1, description="the threshold rises by this with each task")
         samples: PositiveInt | None = Field(125, description="images a client looks at to find a basis; null: all")
@@ -34,31 +39,51 @@ class Gpm(Projected):
 
     settings: Settings
 
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.subspace = ProtectedSubspace(settings, run, self.name)
+        self.projection = LocalProjection(settings, run, self.subspace)
+        self.extension = self.declare(Exchange("bases", self.payload, self.extend_bases))
+        self.projection.bend(self)
+
     def advice(self) -> list[str]:
         if not self.run.params.monitors.used_share:
             return []
         return ["monitors.used_share: gpm's bases stay with its clients, so there is nothing to show of them."]
 
     def setup(self) -> Server:
-        """The server knows no bases."""
-        return replace(super().setup(), knowledge={"bases": {}, "ranks": {}})
-
-    def spans(self, client: Client, payload: Payload) -> dict[str, Bases]:
-        return {"bases": client.memory.get("bases", {}), "complements": {}}
-
-    def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        cohort.ask("bases", self.payload(server))
+        server = super().setup()
+        self.subspace.begin(self.networks.load(server.spec, server.weights))  # refuses what has no layers to protect
         return server
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        """Algorithm 2's update of the memory; the answer itself is empty."""
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        self.projection.start(training, {"bases": training.client.memory.get("bases", {}), "complements": {}})
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return self.projection.trainable(super().trainable(network, task), task)
+
+    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
+        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+
+    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return changes without frozen rows: of the spans, which differ by client, the server knows nothing."""
+        network = self.networks.load(server.spec, server.weights)
+        return self.projection.without_frozen_rows(network, server.task, changes)
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        cohort.ask(self.extension, server)
+        return server
+
+    def extend_bases(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with larger bases (Algorithm 2); the answer itself is empty."""
         network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
-        layers = self.layers(network)
+        layers = self.subspace.layers(network)
         bases = dict(client.memory.get("bases", {}))
-        for name, seen in self.observe(client, network, layers).items():
+        for name, X in self.subspace.observe(client, network, layers).items():
             basis = bases.get(name, layers[name].module.weight.detach().new_zeros(layers[name].width, 0))
-            U, sigma = seen.principal(basis)
-            energy = seen.energy()
-            q = seen.energy(basis) / energy if energy else 0.0
-            bases[name] = extend(basis, U[:, : total_energy(sigma, q, self.threshold(client.task))])
-        return Reply({}), {**client.memory, "bases": bases}
+            U, sigma = X.principal(basis)
+            energy = X.energy()
+            q = X.energy(basis) / energy if energy else 0.0
+            bases[name] = extend(basis, U[:, : rank_by_energy(sigma, q, self.subspace.threshold(client.task))])
+        return Answer({}, {**client.memory, "bases": bases})

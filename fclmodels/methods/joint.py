@@ -1,8 +1,8 @@
 """Joint training: an upper reference that breaks every rule of federated continual learning.
 
 After each task one model is trained from scratch, centrally, on all data of all tasks so far. Its budget of epochs
-is that of the others: rounds times local epochs. It is no method to deploy; it says what forgetting and
-federation cost together.
+is that of other methods: rounds times local epochs. It is no method to deploy; it measures the cost of forgetting and
+federation together.
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor, nn
 
-from fclmodels.backbones.batch_norm import FromScratch
-from fclmodels.backbones.network import Network
+from fclmodels.backbones.layers.norms import FromScratch
+from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
-from fclmodels.data.splits import Rows
-from fclmodels.federation.local import LocalTraining
+from fclmodels.data.splits.split_reader import Rows
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 
 
@@ -29,24 +29,26 @@ class Joint(FedAvg):
     class Settings(FedAvg.Settings):
         batch_norm: FromScratch = Field("average", description="running statistics: average; batch: none")
 
+    is_centralised = True
+
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)
-        return replace(server, spec=spec, weights=self.built(spec), task=task)
+        return replace(server, spec=spec, weights=self.network.initial_weights(spec), task=task)
 
     def server_lr(self, task: int) -> float:
-        """There is no server: the model is what training made it."""
+        """Return 1: there is no server, and training changes the model in full."""
         return 1.0
 
     def participants(self, task: int) -> tuple[int, ...]:
         return (0,)
 
     def rows(self, task: int, client: int) -> Rows:
-        return Rows.concatenate([once(self.run.splits.rows(earlier, "train")) for earlier in range(task + 1)])
+        return Rows.concatenate([once(self.run.splits.select_rows(earlier, "train")) for earlier in range(task + 1)])
 
     def pooled_bytes(self, task: int) -> dict[int, int]:
         splits = self.run.splits
         size = splits.images[0].nbytes
-        return {client: len(splits.rows(task, "train", client)) * size for client in splits.clients_with(task)}
+        return {client: len(splits.select_rows(task, "train", client)) * size for client in splits.list_clients(task)}
 
     def freezes(self, task: int) -> bool:
         return False
@@ -60,5 +62,5 @@ class Joint(FedAvg):
 
 
 def once(rows: Rows) -> Rows:
-    """Each sample a single time, where clients share images."""
+    """Return each sample a single time, where clients share images."""
     return rows.take(np.unique(rows.samples, return_index=True)[1])

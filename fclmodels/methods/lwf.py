@@ -1,15 +1,15 @@
 """LwF+FL: learning without forgetting (Li and Hoiem 2017) on every client, averaged by FedAvg.
 
 The teacher is the global model with which the previous task ended, which a client downloads once a task. The loss is
-L_new + weight * L_old (Fig. 3; their weight lambda_o is 1), L_old the distillation loss of distilled.py on the client's
-new samples. Their warm-up, a time in which the new rows alone are trained, is left out: averaging begins at once.
+L_new + weight * L_old (Fig. 3; their weight lambda_o is 1), L_old the distillation loss of distillation.py on the
+client's new samples. Their warm-up, in which the new rows alone train, is left out: averaging begins at once.
 """
 
 from pydantic import Field, NonNegativeFloat
 
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Payload
-from fclmodels.methods.distilled import Distilled, Weights
+from fclmodels.methods.parts.distillation import Distilled, Lesson
 
 
 class Lwf(Distilled):
@@ -23,5 +23,5 @@ class Lwf(Distilled):
 
     settings: Settings
 
-    def teachers(self, client: Client, payload: Payload) -> list[tuple[float, Weights]]:
-        return [(self.settings.weight, payload["anchor"].tensors)] if "anchor" in payload else []
+    def lessons(self, client: Client, payload: Payload) -> list[Lesson]:
+        return [Lesson(self.settings.weight, payload["anchor"].tensors)] if "anchor" in payload else []

@@ -1,16 +1,21 @@
-"""PIP-DualP: prototype injection (injected.py) with the prompts of Fed-DualP (fed_dualp.py)."""
+"""PIP-DualP: prototype injection with the prompts of Fed-DualP (PIP, Algorithm 1).
+
+FedAvg on a frozen backbone (parts/frozen_backbone.py) that trains prompts (parts/prompt_training.py), whose heads also
+learn from classes' Gaussians (parts/prototype_injection.py).
+"""
 
 from fclmodels.methods.fed_dualp import FedDualP
-from fclmodels.methods.injected import Injected
+from fclmodels.methods.parts.injected_prompts import InjectedPrompts
 
 
-class PipDualP(Injected, FedDualP):
+class PipDualP(InjectedPrompts):
     """Fed-DualP whose heads also learn from prototypes of classes that a client lacks."""
 
     name = "pip-dualp"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"
+    attaches = FedDualP.attaches
 
-    class Settings(FedDualP.Settings, Injected.Settings):  # defaults of the first go before those of the second
+    class Settings(FedDualP.Settings, InjectedPrompts.Settings):  # defaults of the first go before those of the second
         pass
 
     settings: Settings

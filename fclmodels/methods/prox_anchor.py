@@ -1,4 +1,4 @@
-"""FedProx to the last task's model: what SPECIAL's objective (Eq. 4) asks of a client, by its gradient.
+"""FedProx to the last task's model: SPECIAL's objective (Eq. 4) on the clients, by its gradient.
 
 From the second task on the local objective is F_k(w) + mu/2 ||w - W*||^2; its gradient gains mu (w - W*). Under plain
 SGD SPECIAL-C with eta and c is this with the learning rate eta / (1 + c) and mu = c / eta.
@@ -7,25 +7,38 @@ SGD SPECIAL-C with eta and c is this with the learning rate eta / (1 + c) and mu
 import torch
 from pydantic import Field
 
-from fclmodels.federation.local import LocalTraining
-from fclmodels.methods.anchored import AnchoredOnClients, AnchoredTraining, rows
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.anchor import AnchoredParameters, anchor_payload, anchor_to, rows
 
 
-class ProxAnchor(AnchoredOnClients):
+class ProxAnchor(FedAvg):
     """FedAvg with a proximal term that holds clients near the last task's model."""
 
     name = "prox-anchor"
     paper = "none: FedProx's term, to the anchor of SPECIAL"
 
-    class Settings(AnchoredOnClients.Settings):
+    class Settings(FedAvg.Settings):
         mu: float = Field(0.1, ge=0, le=1e6, description="weight of the proximal term")
 
     settings: Settings
 
+    def start_task(self, server: Server, task: int) -> Server:
+        return anchor_to(super().start_task(server, task), server)
+
+    def payload(self, server: Server) -> Payload:
+        return {**super().payload(server), **anchor_payload(server)}
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        training.add(AnchoredParameters(training, payload))
+
     @torch.no_grad()
     def gradient(self, training: LocalTraining) -> None:
-        assert isinstance(training, AnchoredTraining)
-        gradients = training.gradients
-        for name, anchor in training.anchor.items():
+        anchored, gradients = training.part(AnchoredParameters), training.gradients
+        if anchored is None:
+            return
+        for name, anchor in anchored.anchor.items():
             if name in gradients:
-                rows(gradients[name], anchor).add_(training.anchored[name] - anchor, alpha=self.settings.mu)
+                rows(gradients[name], anchor).add_(anchored.parameters[name] - anchor, alpha=self.settings.mu)

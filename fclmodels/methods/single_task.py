@@ -11,13 +11,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels.backbones.batch_norm import FromScratch
-from fclmodels.backbones.network import Network
-from fclmodels.backbones.spec import local_labels
-from fclmodels.federation.networks import Networks
-from fclmodels.federation.prediction import Columns, Prediction
+from fclmodels.backbones.layers.norms import FromScratch
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.federation.prediction import Columns, Prediction, Predictor
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Predictor
+from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 
 
@@ -33,14 +32,16 @@ class SingleTask(FedAvg):
     def start_task(self, server: Server, task: int) -> Server:
         earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []
         spec = self.run.spec(task + 1)
-        return replace(server, spec=spec, weights=self.built(spec), task=task, knowledge={"models": earlier})
+        return replace(
+            server, spec=spec, weights=self.network.initial_weights(spec), task=task, knowledge={"models": earlier}
+        )
 
     def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Over the task's classes only: there are no others for a model that knows one task."""
-        return cross_entropy(network.logits(features, task), local_labels(network.spec, task, labels))
+        """Return it over the task's classes only: there are no others for a model that knows one task."""
+        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
     def server_lr(self, task: int) -> float:
-        """Not falling over tasks: each one begins anew."""
+        """Return the same in each task: each one begins anew."""
         return self.run.params.federation.server_lr
 
     def freezes(self, task: int) -> bool:
@@ -54,7 +55,9 @@ class SingleTask(FedAvg):
 
     def predictor(self, server: Server) -> Predictor:
         models = enumerate([*self.earlier_models(server), server.weights])
-        networks = [Networks(self.run.device, self.prepare).load(self.run.spec(t + 1), w).eval() for t, w in models]
+        networks = [
+            NetworkCache(self.run.device, self.prepare_network).load(self.run.spec(t + 1), w).eval() for t, w in models
+        ]
 
         def predict(inputs: Tensor) -> Prediction:
             return Prediction(torch.cat([network(inputs, task) for task, network in enumerate(networks)], dim=1))

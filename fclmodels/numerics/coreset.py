@@ -1,8 +1,8 @@
-"""Few samples that stand for a class (STAMP eq. 5 and 6, Algorithm 2): chosen so that their mean embedding is near p^l.
+"""Few samples that stand for a class (STAMP eq. 5 and 6, Algorithm 2): those with a mean embedding near p^l.
 
-Eq. 5 adds the mean of what is stored to the mean of what is new; what is compared with p^l here is the mean of both
-together. Both ways of choosing are deterministic, and herding comes nearer: its subsets are at 0.25 to 0.6 of a random
-one's distance, while of a class that is new the relaxed weights choose no better than chance.
+Eq. 5 adds the mean of the stored samples to that of the new ones; here the mean of both together is compared with p^l.
+Both ways of selection are deterministic, and herding comes nearer: its subsets are at 0.25 to 0.6 of a random
+one's distance, while for a new class the relaxed weights select no better than chance.
 """
 
 import torch
@@ -11,46 +11,46 @@ from torch import Tensor
 RELAXED_STEPS = 200
 
 
-def running_mean(held: Tensor, before: int, new: Tensor) -> Tensor:
-    """p^l [F] of eq. 5: the mean embedding of new samples [n, F] and of earlier ones, by what is held of them [m, F].
+def running_mean(stored: Tensor, before: int, new: Tensor) -> Tensor:
+    """Return p^l [F] of eq. 5: the mean embedding of new samples [n, F] and of earlier ones, from stored ones [m, F].
 
-    before: how many the earlier ones were.
+    before: the number of the earlier samples.
     """
     total = new.double().sum(0)
-    if len(held):
-        total = total + before * held.double().mean(0)
-    return total / (len(new) + (before if len(held) else 0))
+    if len(stored):
+        total = total + before * stored.double().mean(0)
+    return total / (len(new) + (before if len(stored) else 0))
 
 
-def herded(new: Tensor, k: int, target: Tensor, held: Tensor) -> Tensor:
-    """Indices [k] into new [n, F], one at a time the one that brings the mean of all chosen nearest to the target.
+def select_by_herding(new: Tensor, k: int, target: Tensor, stored: Tensor) -> Tensor:
+    """Return indices [k] into new [n, F], each the one that brings the mean of all selected nearest to the target.
 
-    held [m, F]: embeddings that count in the mean from the start.
+    stored [m, F]: embeddings that count in the mean from the start.
     """
     new, target = new.double(), target.double()
-    total, count = held.double().sum(0), len(held)
+    total, count = stored.double().sum(0), len(stored)
     squares, free = new.square().sum(1), torch.ones(len(new), dtype=torch.bool, device=new.device)
-    chosen = []
+    selected = []
     for _ in range(min(k, len(new))):
         count += 1
         # ||(total + x)/count - target||^2 less what no x changes, times count^2.
         cost = squares + 2 * (new @ (total - count * target))
         best = int(cost.where(free, torch.inf).argmin())
-        chosen.append(best)
+        selected.append(best)
         free[best] = False
         total = total + new[best]
-    return torch.tensor(chosen, dtype=torch.int64)
+    return torch.tensor(selected, dtype=torch.int64)
 
 
-def relaxed(new: Tensor, k: int, target: Tensor, held: Tensor) -> Tensor:
-    """Indices [k] of the largest a_i in [0, 1] that bring (sum_held x + sum_i a_i x_i) / (m + k) nearest to the target.
+def select_by_relaxation(new: Tensor, k: int, target: Tensor, stored: Tensor) -> Tensor:
+    """Return indices [k] of the largest a_i in [0, 1] that bring (sum_stored x + sum_i a_i x_i) / (m + k) near target.
 
     By projected gradient from 0, near the 1/n of Algorithm 2; of equal a_i the first. Equal weights solve the problem
-    of a class that is new, so where it ends depends on where it starts.
+    for a new class, so the result depends on the start.
     """
-    X, count = new.double(), len(held) + min(k, len(new))
-    wanted = count * target.double() - held.double().sum(0)
-    gram, slope = X @ X.T, X @ wanted
+    X, count = new.double(), len(stored) + min(k, len(new))
+    rest = count * target.double() - stored.double().sum(0)
+    gram, slope = X @ X.T, X @ rest
     a = X.new_zeros(len(X))
     step = 1 / max(float(torch.linalg.matrix_norm(gram, 2)), 1e-12)
     for _ in range(RELAXED_STEPS):
@@ -59,9 +59,9 @@ def relaxed(new: Tensor, k: int, target: Tensor, held: Tensor) -> Tensor:
 
 
 def mix_styles(content: Tensor, style: Tensor, share: float) -> Tensor:
-    """MixStyle (eq. 6) of images [m, C, H, W] in uint8: each channel's mean and deviation is moved towards another's.
+    """Move each channel's mean and deviation towards another image's: MixStyle (eq. 6) of uint8 [m, C, H, W].
 
-    share, the paper's lambda: of the content's own statistics; at 1 the images stay as they are.
+    share, the paper's lambda: of the content's own statistics; at 1 the images stay the same.
     """
     x, y = content.float(), style.float()
     mean_x, mean_y = (z.mean((2, 3), keepdim=True) for z in (x, y))

@@ -1,8 +1,8 @@
-"""Prototypes of PIP: a Gaussian for each class of a task, out of sums that a server only has to add (sections 4.2-4.4).
+"""Prototypes of PIP: a Gaussian for each class of a task, from sums that a server only has to add (sections 4.2-4.4).
 
-Rows are the task's C classes. What a client sends are its moments: weight [C], sum [C, F] and square [C, F], in
+Rows are the task's C classes. A client sends its moments: weight [C], sum [C, F] and square [C, F], in
 float64. With weight = count, moments that are added over batches and clients are those of their pooled data, which is
-eq. 7, 8, 14 and 15 in one. With `weighted` they are added as eq. 14 and 15 are printed.
+eq. 7, 8, 14 and 15 in one. With `weigh` they are added as eq. 14 and 15 are printed.
 """
 
 import math
@@ -11,25 +11,28 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fclmodels.numerics.privacy import gaussian
+from fclmodels.numerics.gaussian_mechanism import draw_noise
 
 Moments = dict[str, Tensor]
 Augmentation = Literal["normal", "paper", "release"]
 POWERS = {"weight": 0, "sum": 1, "square": 2}  # of a feature's length
-BOUND = math.sqrt(3)  # of a sample's count, sum and squares together, in the units of `in_units`
-LEAST = 3  # deviations of the noise in a class's weight up to which it may well be noise alone
+BOUND = math.sqrt(3)  # of a sample's count, sum and squares together, in the units of `to_units`
+LEAST = 3  # deviations of the noise in a class's weight up to which it counts as noise alone
 
 
 class Gaussians(NamedTuple):
-    """Means mu [C, F] and variances sigma2 [C, F]; nothing is known of a class, and both are 0, where not known [C]."""
+    """A Gaussian for each of C classes."""
 
-    mu: Tensor
-    sigma2: Tensor
-    known: Tensor
+    mu: Tensor  # [C, F] means, 0 where a class is missing
+    sigma2: Tensor  # [C, F] variances, 0 where a class is missing
+    present: Tensor  # bool [C]
+
+    def to_tree(self) -> dict[str, Tensor]:
+        return {"mu": self.mu, "sigma2": self.sigma2, "known": self.present}
 
 
 def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
-    """Count, sum and sum of squares of each class, from features [B, F] and labels [B] in 0..C-1."""
+    """Return count, sum and sum of squares of each class, from features [B, F] and labels [B] in 0..C-1."""
     X = features.double()
     empty = X.new_zeros(classes, X.shape[1])
     return {
@@ -39,40 +42,40 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
     }
 
 
-def weighted(counted: Moments, w: float) -> Moments:
-    """A client's w, w mu and w (mu^2 + sigma^2) for each class that it has, from its count moments (eq. 14, 15).
+def weigh(counted: Moments, w: float) -> Moments:
+    """Return a client's w, w mu and w (mu^2 + sigma^2) for each class that it has, from its count moments (eq. 14, 15).
 
     The paper has w = participation x samples of the task, the same for a class with one sample and with a thousand.
     """
-    known = counted["weight"] > 0
-    share = w / torch.where(known, counted["weight"], torch.inf)[:, None]
-    return {"weight": w * known.double(), "sum": share * counted["sum"], "square": share * counted["square"]}
+    present = counted["weight"] > 0
+    share = w / torch.where(present, counted["weight"], torch.inf)[:, None]
+    return {"weight": w * present.double(), "sum": share * counted["sum"], "square": share * counted["square"]}
 
 
-def gaussians(total: Moments) -> Gaussians:
-    """mu = sum / weight (eq. 14) and sigma^2 = square / weight - mu^2 (eq. 15), in float64.
+def fit_gaussians(total: Moments) -> Gaussians:
+    """Return mu = sum / weight (eq. 14) and sigma^2 = square / weight - mu^2 (eq. 15), in float64.
 
     The difference cancels: of n samples a variance is off by some 1e-16 sqrt(n) (mu^2 + sigma^2). Features of a frozen
     transformer have means of a few deviations, so that there is nothing to gain from a shift. A class without weight is
-    not known.
+    missing.
     """
-    known = total["weight"] > 0
-    weight = torch.where(known, total["weight"], torch.inf)[:, None]
+    present = total["weight"] > 0
+    weight = torch.where(present, total["weight"], torch.inf)[:, None]
     mu = total["sum"] / weight
     sigma2 = total["square"] / weight - mu.square()
-    return Gaussians(mu, sigma2.clamp(min=0), known)
+    return Gaussians(mu, sigma2.clamp(min=0), present)
 
 
-def carried(old: Gaussians, new: Gaussians) -> Gaussians:
-    """The new prototypes, and the old ones of classes that the new ones do not know. Both are of the same task."""
-    kept = new.known[:, None]
+def carry_over(old: Gaussians, new: Gaussians) -> Gaussians:
+    """Return the new prototypes, and the old ones of classes that they lack; both are of the same task."""
+    is_new = new.present[:, None]
     return Gaussians(
-        torch.where(kept, new.mu, old.mu), torch.where(kept, new.sigma2, old.sigma2), new.known | old.known
+        torch.where(is_new, new.mu, old.mu), torch.where(is_new, new.sigma2, old.sigma2), new.present | old.present
     )
 
 
-def augmented(mu: Tensor, sigma2: Tensor, count: int, kind: Augmentation, generator: torch.Generator) -> Tensor:
-    """So many vectors of each class, [C, count, F], from means and variances [C, F] (eq. 11).
+def draw_vectors(mu: Tensor, sigma2: Tensor, count: int, kind: Augmentation, generator: torch.Generator) -> Tensor:
+    """Draw vectors [C, count, F] of each class from means and variances [C, F] (eq. 11).
 
     normal: draws from N(mu, sigma^2), which section 4.3 describes.
     paper: mu, then mu + beta sigma as eq. 11 has it. beta is uniform in (0, 1), one number a vector, so that all lie on
@@ -85,7 +88,7 @@ def augmented(mu: Tensor, sigma2: Tensor, count: int, kind: Augmentation, genera
 
 def _normal(mu: Tensor, sigma2: Tensor, count: int, generator: torch.Generator) -> Tensor:
     means = mu[:, None].expand(-1, count, -1)
-    return means + sigma2.sqrt()[:, None] * gaussian(means, 1.0, generator)
+    return means + sigma2.sqrt()[:, None] * draw_noise(means, 1.0, generator)
 
 
 def _paper(mu: Tensor, sigma2: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -106,18 +109,18 @@ def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -
 AUGMENTATIONS = {"normal": _normal, "paper": _paper, "release": _release}
 
 
-def balanced(batch_size: int, own_classes: int) -> int:
-    """How many vectors a class that a client lacks gets in a batch: about as many as one that it has has samples."""
+def count_balanced(batch_size: int, own_classes: int) -> int:
+    """Return the number of vectors of a missing class in a batch: about that of samples of a client's own class."""
     return max(1, round(batch_size / own_classes))
 
 
-def clipped_rows(features: Tensor, bound: float) -> Tensor:
-    """Features [B, F], each sample's at the norm `bound` where it has more."""
+def clip_rows(features: Tensor, bound: float) -> Tensor:
+    """Return features [B, F], each sample's scaled to the norm `bound` where its own is larger."""
     return features.double().renorm(2, 0, bound)
 
 
-def in_units(counted: Moments, bound: float) -> Moments:
-    """Count moments as means over the client's samples, in units of 1, bound and bound^2.
+def to_units(counted: Moments, bound: float) -> Moments:
+    """Return count moments as means over the client's samples, in units of 1, bound and bound^2.
 
     A sample x, ||x|| <= bound, is (1, x, x^2) in its class's row, and ||x^2|| <= bound^2: a vector of length
     BOUND at most. So is the mean of such, whatever their number.
@@ -126,14 +129,14 @@ def in_units(counted: Moments, bound: float) -> Moments:
     return {name: value / (n * bound ** POWERS[name]) for name, value in counted.items()}
 
 
-def out_of_units(total: Moments, bound: float, noise: float) -> Moments:
-    """The inverse for a sum over clients with noise of that deviation; in mu and sigma2 each client counts the same.
+def from_units(total: Moments, bound: float, noise: float) -> Moments:
+    """Undo to_units for a sum over clients with noise of that deviation; in mu and sigma2 each client counts the same.
 
-    A class whose weight may well be noise alone has none, and no mean is longer than those of clipped features.
+    A class whose weight may be noise alone gets none, and no mean is longer than those of clipped features.
     """
     weight = total["weight"] * (total["weight"] > LEAST * noise)
-    found = {name: value * bound ** POWERS[name] for name, value in total.items()}
+    scaled = {name: value * bound ** POWERS[name] for name, value in total.items()}
     most = weight[:, None] * bound
-    shrunk = (most / found["sum"].norm(dim=1, keepdim=True)).clamp(max=1).nan_to_num(0)
-    square = torch.minimum(found["square"].clamp(min=0), most * bound)
-    return {"weight": weight, "sum": found["sum"] * shrunk, "square": square}
+    shrunk = (most / scaled["sum"].norm(dim=1, keepdim=True)).clamp(max=1).nan_to_num(0)
+    square = torch.minimum(scaled["square"].clamp(min=0), most * bound)
+    return {"weight": weight, "sum": scaled["sum"] * shrunk, "square": square}

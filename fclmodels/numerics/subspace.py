@@ -9,30 +9,43 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fclmodels.numerics.gram import gram_of
-from fclmodels.numerics.products import filled, product
+from fclmodels.numerics.products import gram_of, pad_columns, product
 
-# Of a direction no longer than this share of the longest, only rounding is left outside a span. In float32 the smaller
+# Directions no longer than this share of the longest are rounding outside a span. In float32 the smaller
 # singular vectors that clients send are blurred by more than their own precision.
 NUMERICAL_RANK = {torch.float32: 1e-4, torch.float64: 1e-5}
 # A Gram matrix in float32 blurs singular values below this share of the largest; while all of them are at most this
 # share of the sum, that moves the sum by less than 5e-4 and a rank by at most 1 (measured on trained networks).
 BLURRED, BLURRED_MASS = 1e-3, 1e-2
+# Up to this width a layer's matrices may be d x d (ResNet-18's widest layer has 4608 inputs); of wider layers no basis
+# and no sketch has more numbers than LARGEST, so that memory stays the same whatever the width.
+WIDE, LARGEST = 5000, 3 * 2**22
+PART = 2**22  # numbers of a matrix that are worked on at once
+
+
+def limit_columns(columns: int, d: int) -> int:
+    """Return how many of these columns a matrix of a layer of width d may have: all, or fewer of a wide layer."""
+    return columns if d <= WIDE else min(columns, max(1, LARGEST // d))
 
 
 def residual(X: Tensor, basis: Tensor) -> Tensor:
-    """X* = X - O O^T X: the part of columns [d, n] outside the span (FOT eq. 8, FedProTIP eq. 6)."""
-    basis = filled(basis)
-    return X - product(basis, product(basis.T, X))
+    """Return X* = X - O O^T X, the part of columns [d, n] outside the span (FOT eq. 8, FedProTIP eq. 6)."""
+    basis = pad_columns(basis)
+    rest = torch.empty_like(X)
+    # In parts, since beside a large matrix there may be no room for another one.
+    parts = max(1, PART // len(X))
+    for part, columns in zip(rest.split(parts, dim=1), X.split(parts, dim=1), strict=True):
+        torch.sub(columns, product(basis, product(basis.T, columns)), out=part)
+    return rest
 
 
 def project(step: Tensor, basis: Tensor) -> Tensor:
-    """A step [out, d] without what acts on the span: step - (step O) O^T (FOT eq. 6, FedProTIP eq. 4)."""
+    """Return a step [out, d] without its part on the span: step - (step O) O^T (FOT eq. 6, FedProTIP eq. 4)."""
     return step - product(product(step, basis), basis.T)
 
 
 def complement(basis: Tensor) -> Tensor:
-    """An orthonormal basis [d, d - r] of all that is orthogonal to the span."""
+    """Return an orthonormal basis [d, d - r] of the span's orthogonal complement."""
     d, r = basis.shape
     # Q of the complete QR, of which only the last columns are formed.
     reflectors, scales = torch.geqrf(basis.double())
@@ -41,32 +54,33 @@ def complement(basis: Tensor) -> Tensor:
 
 
 def extend(basis: Tensor, directions: Tensor) -> Tensor:
-    """The basis [d, r] and after it an orthonormal basis of what directions [d, k] add to its span.
+    """Append to a basis [d, r] an orthonormal basis of what directions [d, k] add to its span.
 
-    Its own columns stay bit for bit, so columns r.. are what a task added. At most d columns in all.
+    Its own columns stay bit for bit, so columns r.. are those that a task added. Where the layer has no room for all,
+    the longest directions come first.
     """
-    known, given = basis.double(), directions.double()
-    room = basis.shape[0] - basis.shape[1]
-    longest = given.norm(dim=0).max() if given.numel() else given.new_zeros(())
+    old = basis.double()
+    room = limit_columns(basis.shape[0], basis.shape[0]) - basis.shape[1]
+    longest = directions.double().norm(dim=0).max() if directions.numel() else old.new_zeros(())
     if room == 0 or longest == 0:
         return basis
-    U, sigma = principal(residual(given, known))
+    U, sigma = principal(residual(directions.double(), old))
     count = min(int((sigma > NUMERICAL_RANK[directions.dtype] * longest).sum()), room)
-    # Twice is enough: the second pass removes what rounding left of the basis in the first one.
-    fresh = torch.linalg.qr(residual(U[:, :count], known)).Q
+    # Twice is enough: the second pass removes the first one's rounding within the basis.
+    fresh = torch.linalg.qr(residual(U[:, :count], old)).Q
     return torch.cat([basis, fresh.to(basis.dtype)], dim=1)
 
 
-def union(bases: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each layer's basis with what a client's directions add to its span (FedProTIP eq. 9).
+def union(bases: Mapping[str, Tensor], directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Extend each layer's basis by what a client's directions add to its span (FedProTIP eq. 9).
 
-    One client after another gives the sum of all spans (Proposition 1), in whatever order they come.
+    One client after another gives the sum of all spans (Proposition 1), in any order.
     """
-    return {name: extend(basis, found[name]) if name in found else basis for name, basis in bases.items()}
+    return {name: extend(basis, directions[name]) if name in directions else basis for name, basis in bases.items()}
 
 
 def principal(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Left singular vectors [d, k] and singular values [k] of X [d, n], k = min(d, n), the largest first.
+    """Return left singular vectors [d, k] and singular values [k] of X [d, n], k = min(d, n), the largest first.
 
     By the smaller Gram matrix, several times cheaper than an SVD. Squaring blurs what is small: in float32, where
     values below a thousandth of the largest matter, it is done again in double precision.
@@ -80,19 +94,19 @@ def principal(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def principal_of_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from X X^T [d, d]."""
+    """Return left singular vectors and values of X from X X^T [d, d]."""
     try:
         squares, U = torch.linalg.eigh(gram)
     except torch.linalg.LinAlgError:
-        # Of a low rank, LAPACK's solver can fail in single precision where it does not in double.
+        # For a low rank LAPACK's solver may fail in single precision and succeed in double.
         if gram.dtype == torch.float64:
             raise
-        squares, U = (found.to(gram.dtype) for found in torch.linalg.eigh(gram.double()))
+        squares, U = (part.to(gram.dtype) for part in torch.linalg.eigh(gram.double()))
     return U.flip(1), squares.flip(0).clamp(min=0).sqrt()
 
 
 def _principal(X: Tensor) -> tuple[Tensor, Tensor]:
-    """By X X^T = U Sigma^2 U^T or X^T X = V Sigma^2 V^T; the values are the lengths of U^T X or X V, not Sigma."""
+    """Return them by X X^T = U Sigma^2 U^T or X^T X = V Sigma^2 V^T; values are lengths of U^T X or X V, not Sigma."""
     scale = X.abs().max() if X.numel() else X.new_zeros(())
     if scale == 0:
         rank = min(X.shape)
@@ -111,22 +125,22 @@ def _principal(X: Tensor) -> tuple[Tensor, Tensor]:
     return U[:, order], sigma * scale
 
 
-def residual_mass(sigma: Tensor, share: float) -> int:
-    """The smallest rank that keeps this share of the residual's singular-value mass (FedProTIP eq. 8)."""
-    return _smallest_reaching(sigma.double().cumsum(0), share * float(sigma.double().sum()))
+def rank_by_mass(sigma: Tensor, share: float) -> int:
+    """Return the smallest rank that keeps this share of the residual's singular-value mass (FedProTIP eq. 8)."""
+    return _find_smallest_rank(sigma.double().cumsum(0), share * float(sigma.double().sum()))
 
 
-def total_energy(sigma: Tensor, q: float, threshold: float) -> int:
-    """The smallest r >= 0 with (1 - q) + q * sum_{i<=r} sigma_i^2 / sum sigma^2 >= threshold (GPM; FOT eq. 12).
+def rank_by_energy(sigma: Tensor, q: float, threshold: float) -> int:
+    """Return the smallest r >= 0 with (1 - q) + q * sum_{i<=r} sigma_i^2 / sum sigma^2 >= threshold (GPM; FOT eq. 12).
 
     sigma: singular values of the residual X*; q = ||X*||^2 / ||X||^2, so 1 - q is covered already.
     """
     energy = sigma.double().square()
-    return _smallest_reaching(energy.cumsum(0), (threshold - (1 - q)) / q * float(energy.sum()) if q > 0 else 0.0)
+    return _find_smallest_rank(energy.cumsum(0), (threshold - (1 - q)) / q * float(energy.sum()) if q > 0 else 0.0)
 
 
-def release_rank(sigma: Tensor, ratio: float, threshold: float) -> int:
-    """The rule of FOT's released code: at least one vector, and energy weighed against a ratio of norms.
+def rank_as_released(sigma: Tensor, ratio: float, threshold: float) -> int:
+    """Return the rank by FOT's released code: at least one vector, and energy compared with a ratio of norms.
 
     ratio = ||X*|| / ||X||; the smallest r >= 1 with
     sum_{i<=r} sigma_i^2 / sum sigma^2 > (ratio - (1 - threshold)) / ratio.
@@ -134,18 +148,18 @@ def release_rank(sigma: Tensor, ratio: float, threshold: float) -> int:
     energy = sigma.double().square()
     if ratio == 0 or energy.sum() == 0:
         return 0
-    wanted = (ratio - (1 - threshold)) / ratio * energy.sum()
-    return min(int((energy.cumsum(0) <= wanted).sum()) + 1, len(sigma))
+    target = (ratio - (1 - threshold)) / ratio * energy.sum()
+    return min(int((energy.cumsum(0) <= target).sum()) + 1, len(sigma))
 
 
 def used_share(basis: Tensor) -> float:
-    """The share r / d of a layer's space that is taken (FOT Table 3)."""
+    """Return the share r / d of a layer's space that a basis uses (FOT Table 3)."""
     return basis.shape[1] / basis.shape[0]
 
 
-def _smallest_reaching(cumulative: Tensor, wanted: float) -> int:
-    """The smallest r >= 0 whose first r terms sum to at least `wanted`, but for rounding."""
-    if wanted <= 0 or not len(cumulative):
+def _find_smallest_rank(cumulative: Tensor, target: float) -> int:
+    """Return the smallest r >= 0 whose first r terms sum to at least `target`, up to rounding."""
+    if target <= 0 or not len(cumulative):
         return 0
-    reached = cumulative >= wanted * (1 - 1e-12)
+    reached = cumulative >= target * (1 - 1e-12)
     return int(reached.int().argmax()) + 1 if reached.any() else len(cumulative)

@@ -1,6 +1,6 @@
-"""Kinds of faults. Each one injures a run of a fresh project and leaves it to `mend` to bring that to its end.
+"""Kinds of faults. Each one injures a run of a fresh project, which `mend` then brings to its end.
 
-A fault that a kind cannot inject here (no mounts) raises Impossible; one that came too late is tried again.
+A fault that this machine does not allow (no mounts) raises Impossible; one that came too late is tried again.
 """
 
 import os
@@ -18,80 +18,80 @@ from typing import Any
 
 import psutil
 from PIL import Image
-from workshop import METHODS, Command, Lost, Project, Server, Workshop, tracked
+from workshop import METHODS, BrokenPromise, Command, Project, Server, Workshop, read_tracked
 
-from flows.servers import free_port
+from flows.prefect.server import find_free_port
 
 CLEAN_STOP = 5.0  # seconds
 NOTICED = 2.0  # seconds in which a command sees that its Prefect server has died
-REFUSALS = 6  # of one project, each followed by its way out
+REFUSALS = 6  # of one project at most, each followed by its remedy
 TOO_LATE = 12  # times that a run may have ended before its fault came
 
 
 class Impossible(Exception):  # noqa: N818
-    """This machine lets nobody inject it."""
+    """A fault that cannot be injected on this machine."""
 
 
 class Scene:
-    """One fault: a project, and the moments at which things happen to it."""
+    """One fault: a project and random moments."""
 
     def __init__(self, workshop: Workshop, chance: random.Random) -> None:
         self.workshop, self.chance = workshop, chance
-        self.mended = ExitStack()  # what is undone when the project is whole again
+        self.mended = ExitStack()  # undone after the project has been mended
         self.method = chance.choice(METHODS)
-        self.project = workshop.project(self.method)
-        self.kept: list[list[Any]] = []  # rounds that must not be trained again
+        self.project = workshop.create_project(self.method)
+        self.stored_rounds: list[list[Any]] = []  # must not be trained again
 
-    def some_time(self, begin: float = 0.0, end: float = 0.95) -> float:
+    def draw_time(self, begin: float = 0.0, end: float = 0.95) -> float:
         return self.chance.uniform(begin, end) * self.workshop.seconds[self.method]
 
-    def anew(self) -> None:
-        """The fault came too late: the next one is to come sooner, for the machine has become faster."""
+    def start_over(self) -> None:
+        """Take a new project after a fault that came too late; the next one comes sooner, for runs are faster now."""
         self.workshop.seconds[self.method] *= 0.7
         shutil.rmtree(self.project.folder)
-        self.project = self.workshop.project(self.method)
+        self.project = self.workshop.create_project(self.method)
 
     def wait_for_steps(self, command: Command) -> int:
-        """Until the run has done a number of steps, and a little longer; how many."""
-        wanted, wait = self.chance.randrange(8), self.some_time(0, 0.1)
+        """Wait until the run has done some steps, and a little longer; return their number."""
+        steps, wait = self.chance.randrange(8), self.draw_time(0, 0.1)
         done = self.project.folder / ".fcl/store/done"
-        while not command.ended and (len(list(done.glob("*.json"))) if done.exists() else 0) < wanted:
+        while not command.has_ended and (len(list(done.glob("*.json"))) if done.exists() else 0) < steps:
             time.sleep(0.005)
         time.sleep(wait)
-        return wanted
+        return steps
 
     def wait_for(self, command: Command, pattern: str) -> None:
-        """Until there is a file of this kind."""
-        while not list(self.project.folder.glob(pattern)) and not command.ended:
+        """Wait until there is a file of this kind."""
+        while not list(self.project.folder.glob(pattern)) and not command.has_ended:
             time.sleep(0.002)
 
-    def interrupted(self, number: signal.Signals = signal.SIGKILL) -> Command:
-        """A run that got a signal while it was at work, half of the times when a round was kept."""
+    def interrupt(self, number: signal.Signals = signal.SIGKILL) -> Command:
+        """Return a run that got a signal while it worked, half of the times after a round was checkpointed."""
         for _ in range(TOO_LATE):
-            command, kept = self.project.run(), self.chance.random() < 0.5
-            if kept:
+            command, after_checkpoint = self.project.run(), self.chance.random() < 0.5
+            if after_checkpoint:
                 self.wait_for(command, ".fcl/checkpoints/*/commit.json")
-            time.sleep(self.some_time(0, 0.3 if kept else 0.95))
-            if not command.ended:
+            time.sleep(self.draw_time(0, 0.3 if after_checkpoint else 0.95))
+            if not command.has_ended:
                 command.send(number)
                 return command
-            self.anew()
-        raise Lost("never came in time")
+            self.start_over()
+        raise BrokenPromise("the fault never came in time")
 
-    def stopped_at(self, pattern: str) -> Path:
-        """A file of a run that was killed as soon as there was one of this kind, some of them later."""
+    def kill_with_file(self, pattern: str) -> Path:
+        """Kill a run when there is a file of this kind, or a little later; return such a file."""
         for _ in range(TOO_LATE):
-            command, wait = self.project.run(), self.some_time(0, 0.3)
+            command, wait = self.project.run(), self.draw_time(0, 0.3)
             self.wait_for(command, pattern)
             time.sleep(wait)
             command.kill()
-            if found := sorted(self.project.folder.glob(pattern)):
-                return self.chance.choice(found)
-            self.anew()
-        raise Lost(f"never left {pattern}")
+            if files := sorted(self.project.folder.glob(pattern)):
+                return self.chance.choice(files)
+            self.start_over()
+        raise BrokenPromise(f"no run had a file {pattern}")
 
 
-# What is done to a file.
+# Damage of a file.
 
 
 def damage(file: Path, chance: random.Random) -> str:
@@ -110,175 +110,179 @@ def damage(file: Path, chance: random.Random) -> str:
     return f"{file}: bit {bit} of byte {place}"
 
 
-# Kinds. Each returns what it did.
+# Kinds. Each returns a description of what it did.
 
 
 def kill_main(scene: Scene) -> str:
-    scene.interrupted().end()
-    return f"killed, {kept_rounds(scene)}"
+    scene.interrupt().wait()
+    return f"killed, {check_stored_rounds(scene)}"
 
 
 def kill_worker(scene: Scene) -> str:
     settings = ("federation.executor=processes",)
     for _ in range(TOO_LATE):
         command = scene.project.run(*settings)
-        while not command.ended and not (workers := command.workers()):
+        while not command.has_ended and not (workers := command.find_workers()):
             time.sleep(0.01)
         time.sleep(scene.chance.uniform(0, 3) * scene.workshop.seconds[scene.method])
-        workers = command.workers()
+        workers = command.find_workers()
         if workers:
             victim = scene.chance.choice(workers)
             victim.kill()
-            if command.end() != 0:
-                raise Lost(f"a dead worker ended the run: {command.said[-500:]}")
+            if command.wait() != 0:
+                raise BrokenPromise(f"a dead worker ended the run: {command.output[-500:]}")
             return f"worker {victim.pid} killed"
-        command.end()
-        scene.anew()
-    raise Lost("never had a worker")
+        command.wait()
+        scene.start_over()
+    raise BrokenPromise("no worker was there in time")
 
 
 def kill_mlflow(scene: Scene) -> str:
     for _ in range(TOO_LATE):
-        server = mlflow_server(scene.project)
+        server = make_mlflow_server(scene.project)
         scene.mended.callback(server.kill)
         scene.project.settings = [f"tracking.uri={server.start().url}"]
         command = scene.project.run()
         steps = scene.wait_for_steps(command)
         server.kill()
-        right = scene.workshop.undisturbed[scene.method]["tracked"]
-        if command.ended or tracked(scene.project.folder / "mlflow.db", scene.method) == right:
-            command.end()
-            scene.anew()
+        expected = scene.workshop.undisturbed[scene.method]["tracked"]
+        if command.has_ended or read_tracked(scene.project.folder / "mlflow.db", scene.method) == expected:
+            command.wait()
+            scene.start_over()
             continue
-        code = command.end()
-        told = [line for line in command.said.splitlines() if server.url in line]
-        if code not in (0, 2) or (code == 2 and steps) or len(told) != 1 or "Traceback" in command.said:
-            raise Lost(f"exit code {code} without MLflow, told {len(told)} times: {command.said[-500:]}")
+        code = command.wait()
+        messages = [line for line in command.output.splitlines() if server.url in line]
+        if code not in (0, 2) or (code == 2 and steps) or len(messages) != 1 or "Traceback" in command.output:
+            raise BrokenPromise(
+                f"exit code {code} without MLflow, reported {len(messages)} times: {command.output[-500:]}"
+            )
         server.start()
-        return f"after {steps} steps, told once, exit code {code}"
-    raise Lost("never came in time")
+        return f"after {steps} steps, reported once, exit code {code}"
+    raise BrokenPromise("the fault never came in time")
 
 
 def kill_prefect(scene: Scene) -> str:
-    """The server that a command has started for its project."""
+    """Kill the server that a command has started for its project."""
     for _ in range(TOO_LATE):
-        command = scene.project.real()
+        command = scene.project.run_as_process()
         steps = scene.wait_for_steps(command)
-        while not (family := prefect_server(scene.project.folder)) and not command.ended:
+        while not (family := find_prefect_server(scene.project.folder)) and not command.has_ended:
             time.sleep(0.01)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         killed = time.monotonic()
-        code = command.end()
-        told = [line for line in command.said.splitlines() if "Prefect" in line]
-        if not told and time.monotonic() - killed < NOTICED:  # the run was at its end
-            scene.anew()
+        code = command.wait()
+        messages = [line for line in command.output.splitlines() if "Prefect" in line]
+        if not messages and time.monotonic() - killed < NOTICED:  # the run was at its end
+            scene.start_over()
             continue
-        if code not in (0, 2) or (code == 2 and steps) or len(told) != 1 or "Traceback" in command.said:
-            raise Lost(f"exit code {code} without Prefect, told {len(told)} times: {command.said[-800:]}")
-        return f"after {steps} steps, told once, exit code {code}"
-    raise Lost("never came in time")
+        if code not in (0, 2) or (code == 2 and steps) or len(messages) != 1 or "Traceback" in command.output:
+            raise BrokenPromise(
+                f"exit code {code} without Prefect, reported {len(messages)} times: {command.output[-800:]}"
+            )
+        return f"after {steps} steps, reported once, exit code {code}"
+    raise BrokenPromise("the fault never came in time")
 
 
 def interrupt(scene: Scene) -> str:
-    return _stopped_cleanly(scene, signal.SIGINT, (130,))
+    return _stop_cleanly(scene, signal.SIGINT, (130,))
 
 
 def terminate(scene: Scene) -> str:
-    return _stopped_cleanly(scene, signal.SIGTERM, (143, -signal.SIGTERM))
+    return _stop_cleanly(scene, signal.SIGTERM, (143, -signal.SIGTERM))
 
 
-def full_disk(scene: Scene) -> str:
-    """Room for a random share of what the run would write."""
+def fill_disk(scene: Scene) -> str:
+    """Leave room for a random share of what the run would write."""
     folder = scene.workshop.root / f"disk-{scene.project.folder.name}"
-    scene.mended.enter_context(mounted(folder, "-t", "tmpfs", "-o", "size=256m", "fcl"))
-    scene.project = scene.workshop.project(scene.method, folder)
-    left, filler = scene.chance.randrange(400_000), folder / "filler"
-    filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - left)))
+    scene.mended.enter_context(mount(folder, "-t", "tmpfs", "-o", "size=256m", "fcl"))
+    scene.project = scene.workshop.create_project(scene.method, folder)
+    room, filler = scene.chance.randrange(400_000), folder / "filler"
+    filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - room)))
     command = scene.project.run()
-    code = command.end()
-    told_in_one_line(command, code)
+    code = command.wait()
+    read_refusal(command, code)
     filler.unlink()
-    return f"{left} bytes left, exit code {code}"
+    return f"{room} bytes free, exit code {code}"
 
 
-def read_only(scene: Scene) -> str:
-    """The store, or all of .fcl, from some moment on."""
+def make_read_only(scene: Scene) -> str:
+    """Make the store, or all of .fcl, read-only at some moment."""
     place = scene.project.folder / scene.chance.choice([".fcl/store", ".fcl"])
     place.mkdir(parents=True, exist_ok=True)
     command = None
-    wait = scene.some_time(0, 0.8)
+    wait = scene.draw_time(0, 0.8)
     if scene.chance.random() < 0.5:
         command = scene.project.run()
         time.sleep(wait)
-    with mounted(place, "--bind", str(place)):
+    with mount(place, "--bind", str(place)):
         run_or_skip("mount", "-o", "remount,bind,ro", str(place))
         command = command or scene.project.run()
-        code = command.end()
-        told_in_one_line(command, code)
+        code = command.wait()
+        read_refusal(command, code)
     return f"{place.name} read-only, exit code {code}"
 
 
-def checkpoint(scene: Scene) -> str:
-    return damage(scene.stopped_at(".fcl/checkpoints/*/**/*.[sj]*"), scene.chance)
+def damage_checkpoint(scene: Scene) -> str:
+    return damage(scene.kill_with_file(".fcl/checkpoints/*/**/*.[sj]*"), scene.chance)
 
 
-def cache_entry(scene: Scene) -> str:
+def damage_cache_entry(scene: Scene) -> str:
     kind = scene.chance.choice(["store/[0-9a-f][0-9a-f]/*", "store/done/*", "results/*"])
     if scene.chance.random() < 0.5:
-        return damage(scene.stopped_at(f".fcl/{kind}"), scene.chance)
-    scene.workshop.expect(scene.project.run())
+        return damage(scene.kill_with_file(f".fcl/{kind}"), scene.chance)
+    scene.workshop.expect_success(scene.project.run())
     return damage(scene.chance.choice(sorted(scene.project.folder.glob(f".fcl/{kind}"))), scene.chance)
 
 
-def manifest(scene: Scene) -> str:
-    return _damaged_data(scene, "splits", ["manifest.parquet", "stream.json", "made-from.json", "statistics.json"])
+def damage_manifest(scene: Scene) -> str:
+    return _damage_data(scene, "splits", ["manifest.parquet", "stream.json", "made-from.json", "statistics.json"])
 
 
-def prepared(scene: Scene) -> str:
-    return _damaged_data(
+def damage_prepared(scene: Scene) -> str:
+    return _damage_data(
         scene, "prepared", ["images.npy", "images.npy", "samples.parquet", "meta.json", "made-from.json"]
     )
 
 
-def knowledge(scene: Scene) -> str:
-    """And whatever else lies in a run folder. Who reads it before the next run is refused, or hears what is right."""
-    scene.workshop.expect(scene.project.run())
+def damage_run_folder(scene: Scene) -> str:
+    """Damage a file of a run folder. A command that reads it then refuses, or prints the right result."""
+    scene.workshop.expect_success(scene.project.run())
     (folder,) = scene.project.folder.glob("runs/*")
     file = scene.chance.choice([path for path in sorted(folder.rglob("*")) if path.is_file()])
     Image.new("L", (8, 8), 99).save(scene.project.folder / "image.png")
     run = str(folder.relative_to(scene.project.folder))
-    asked = {"*.parquet": ["compare", run, "--json"], "model/*": ["predict", run, "image.png", "--json"]}
-    right = {}
-    for what, words in asked.items():
-        scene.workshop.expect(command := scene.project.fork(*words))
-        right[what] = command.said
-    done, told = damage(file, scene.chance), ""
-    for what, words in asked.items():
+    commands = {"*.parquet": ["compare", run, "--json"], "model/*": ["predict", run, "image.png", "--json"]}
+    expected = {}
+    for pattern, words in commands.items():
+        scene.workshop.expect_success(command := scene.project.fork(*words))
+        expected[pattern] = command.output
+    description, message = damage(file, scene.chance), ""
+    for pattern, words in commands.items():
         command = scene.project.fork(*words)
-        refused = told_in_one_line(command, command.end())
-        read = file.relative_to(folder).match(what)
-        if (file.name not in refused) if refused else (read or command.said != right[what]):
-            raise Lost(f"{done}; fcl {words[0]}: {command.said[-500:]}")
-        told = refused or told
-    if told and scene.chance.random() < 0.5:
-        follow_way_out(scene.project, told)
-    return f"{done}; {'refused' if told else 'not read'}"
+        refusal = read_refusal(command, command.wait())
+        is_read = file.relative_to(folder).match(pattern)
+        if (file.name not in refusal) if refusal else (is_read or command.output != expected[pattern]):
+            raise BrokenPromise(f"{description}; fcl {words[0]}: {command.output[-500:]}")
+        message = refusal or message
+    if message and scene.chance.random() < 0.5:
+        follow_remedy(scene.project, message)
+    return f"{description}; {'refused' if message else 'not read'}"
 
 
-def clock(scene: Scene) -> str:
-    """The wall clock jumps within the run, by up to ten years to and fro; and so do the times of files between runs."""
+def jump_clock(scene: Scene) -> str:
+    """Let the wall clock jump by up to ten years to and fro during the run, and change times of files between runs."""
     jumps = [scene.chance.uniform(-3e8, 3e8) for _ in range(3)]
-    moments = sorted(scene.some_time() for _ in jumps)
+    moments = sorted(scene.draw_time() for _ in jumps)
     command = scene.project.run(jumps=list(zip(moments, jumps, strict=True)))
     if scene.chance.random() < 0.5:
-        time.sleep(scene.some_time())
+        time.sleep(scene.draw_time())
         command.kill()
     else:
-        code = command.end()
+        code = command.wait()
         if code:
-            raise Lost(f"exit code {code}: {command.said[-500:]}")
+            raise BrokenPromise(f"exit code {code}: {command.output[-500:]}")
     for file in (scene.project.folder / ".fcl").rglob("*"):
         if file.is_file() and not file.is_symlink():
             at = time.time() + scene.chance.choice(jumps)
@@ -286,20 +290,20 @@ def clock(scene: Scene) -> str:
     return f"jumps of {', '.join(f'{jump / 86400:.0f}' for jump in jumps)} days"
 
 
-def two_runs(scene: Scene) -> str:
-    """The same command, or another method's, in one project at once; at times the first is killed."""
+def start_two_runs(scene: Scene) -> str:
+    """Start this command twice, or that of another method too, in one project; at times kill the first."""
     other = scene.chance.choice(METHODS)
     first = scene.project.run()
-    time.sleep(scene.some_time())
+    time.sleep(scene.draw_time())
     second = scene.project.run(method=other)
-    killed = scene.chance.random() < 0.5
-    if killed:
-        time.sleep(scene.some_time(0, 0.5))
+    is_killed = scene.chance.random() < 0.5
+    if is_killed:
+        time.sleep(scene.draw_time(0, 0.5))
         first.kill()
-    if (code := second.end()) != 0 or (not killed and first.end() != 0):
-        raise Lost(f"exit code {code}: {first.said[-300:]} {second.said[-300:]}")
-    refuse_other_end(scene.project.remains(other), scene.workshop.undisturbed[other])
-    return f"{scene.method} and {other}, the first {'killed' if killed else 'ended'}"
+    if (code := second.wait()) != 0 or (not is_killed and first.wait() != 0):
+        raise BrokenPromise(f"exit code {code}: {first.output[-300:]} {second.output[-300:]}")
+    refuse_difference(scene.project.read_results(other), scene.workshop.undisturbed[other])
+    return f"{scene.method} and {other}, the first {'killed' if is_killed else 'ended'}"
 
 
 KINDS: dict[str, Callable[[Scene], str]] = {
@@ -309,130 +313,132 @@ KINDS: dict[str, Callable[[Scene], str]] = {
     "SIGKILL of the Prefect server": kill_prefect,
     "SIGINT": interrupt,
     "SIGTERM": terminate,
-    "full disk": full_disk,
-    "read-only store": read_only,
-    "damaged checkpoint": checkpoint,
-    "damaged cache entry": cache_entry,
-    "damaged manifest": manifest,
-    "damaged prepared data": prepared,
-    "damaged knowledge, run folder": knowledge,
-    "clock that jumps": clock,
-    "two runs in one folder": two_runs,
+    "full disk": fill_disk,
+    "read-only store": make_read_only,
+    "damaged checkpoint": damage_checkpoint,
+    "damaged cache entry": damage_cache_entry,
+    "damaged manifest": damage_manifest,
+    "damaged prepared data": damage_prepared,
+    "damaged knowledge, run folder": damage_run_folder,
+    "clock that jumps": jump_clock,
+    "two runs in one folder": start_two_runs,
 }
 
 
 def mend(scene: Scene, refusals: list[str]) -> None:
-    """Give the same command until it comes through, following each refusal's way out; Lost where that does not help."""
+    """Repeat the command until it succeeds, following the remedy of each refusal; BrokenPromise if that fails."""
     for _ in range(REFUSALS):
         command = scene.project.run()
-        code = command.end()
+        code = command.wait()
         if code == 0:
             break
-        told = told_in_one_line(command, code)
-        refusals.append(told)
-        follow_way_out(scene.project, told)
+        message = read_refusal(command, code)
+        refusals.append(message)
+        follow_remedy(scene.project, message)
     else:
-        raise Lost(f"refuses again and again: {refusals[-1]}")
-    refuse_other_end(scene.project.remains(), scene.workshop.undisturbed[scene.method])
-    if scene.kept:
-        scene.project.refuse_repeated(scene.kept)
+        raise BrokenPromise(f"refuses again and again: {refusals[-1]}")
+    refuse_difference(scene.project.read_results(), scene.workshop.undisturbed[scene.method])
+    if scene.stored_rounds:
+        scene.project.refuse_repeated(scene.stored_rounds)
 
 
-def kept_rounds(scene: Scene) -> str:
-    """After a run was stopped: each round that MLflow was told of is kept, but for one that was just being kept."""
-    scene.kept, logged = scene.project.kept_rounds(), scene.project.logged_rounds()
-    if len(scene.kept) < logged - 1:
-        raise Lost(f"{logged} rounds were done, and {len(scene.kept)} are kept")
-    return f"{len(scene.kept)} rounds kept"
+def check_stored_rounds(scene: Scene) -> str:
+    """Raise BrokenPromise unless a stopped run has stored each round that MLflow has, but for the last."""
+    scene.stored_rounds, logged = scene.project.read_stored_rounds(), scene.project.count_logged_rounds()
+    if len(scene.stored_rounds) < logged - 1:
+        raise BrokenPromise(f"{logged} rounds were logged, and {len(scene.stored_rounds)} are stored")
+    return f"{len(scene.stored_rounds)} rounds stored"
 
 
-def refuse_other_end(found: object, right: object, place: str = "") -> None:
-    """Lost where two ends are not the same, with the first place in which they differ."""
-    if isinstance(found, dict) and isinstance(right, dict) and found.keys() == right.keys():
-        for name in right:
-            refuse_other_end(found[name], right[name], f"{place} {name}")
-    elif isinstance(found, list) and isinstance(right, list) and len(found) == len(right):
-        for number, one in enumerate(right):
-            refuse_other_end(found[number], one, f"{place} {number}")
-    elif found != right:
-        raise Lost(f"ended otherwise than an undisturbed run:{place}: {str(found)[:300]}, not {str(right)[:300]}")
+def refuse_difference(actual: object, expected: object, place: str = "") -> None:
+    """Raise BrokenPromise with the first place in which two results differ."""
+    if isinstance(actual, dict) and isinstance(expected, dict) and actual.keys() == expected.keys():
+        for name in expected:
+            refuse_difference(actual[name], expected[name], f"{place} {name}")
+    elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        for number, item in enumerate(expected):
+            refuse_difference(actual[number], item, f"{place} {number}")
+    elif actual != expected:
+        raise BrokenPromise(
+            f"ended otherwise than an undisturbed run:{place}: {str(actual)[:300]}, not {str(expected)[:300]}"
+        )
 
 
-def told_in_one_line(command: Command, code: int) -> str:
-    """What a run that did not end well says."""
-    lines = [line for line in command.said.splitlines() if line.strip() and "stopped answering" not in line]
+def read_refusal(command: Command, code: int) -> str:
+    """Return the one line of a command that failed, "" for one that succeeded."""
+    lines = [line for line in command.output.splitlines() if line.strip() and "stopped answering" not in line]
     if code == 0:
         return ""
     if code not in (1, 2) or len(lines) != 1:
-        raise Lost(f"exit code {code}, and said: {command.said[-1000:] or 'nothing'}")
+        raise BrokenPromise(f"exit code {code}, and printed: {command.output[-1000:] or 'nothing'}")
     return lines[0]
 
 
-def follow_way_out(project: Project, told: str) -> None:
-    """The way out that a refusal names."""
+def follow_remedy(project: Project, message: str) -> None:
+    """Do what a refusal says would help."""
     folder = project.folder
-    if found := re.search(r"Delete (\S+?)[.,]? ", f"{told} "):
-        named = told.split()[0].rstrip(":") if found[1] == "it" else found[1]
-        place = folder / named
+    if match := re.search(r"Delete (\S+?)[.,]? ", f"{message} "):
+        name = message.split()[0].rstrip(":") if match[1] == "it" else match[1]
+        place = folder / name
         if not place.exists():
-            raise Lost(f"names what is not there: {told}")
+            raise BrokenPromise(f"names a missing file: {message}")
         shutil.rmtree(place) if place.is_dir() else place.unlink()
-    elif found := re.search(r"fcl prepare|fcl partition", told):
-        for words in re.findall(r"fcl (prepare|partition)", told):
-            if project.fork(words, "-q").end():
-                raise Lost(f"the way out leads nowhere: {told}")
+    elif commands := re.findall(r"fcl (prepare|partition)", message):
+        for words in commands:
+            if project.fork(words, "-q").wait():
+                raise BrokenPromise(f"the remedy fails: {message}")
     else:
-        raise Lost(f"names no way out: {told}")
+        raise BrokenPromise(f"names no remedy: {message}")
 
 
-def _stopped_cleanly(scene: Scene, number: signal.Signals, codes: tuple[int, ...]) -> str:
+def _stop_cleanly(scene: Scene, number: signal.Signals, codes: tuple[int, ...]) -> str:
     for _ in range(TOO_LATE):
-        command = scene.interrupted(number)
-        begun = time.monotonic()
-        code, took = command.end(), time.monotonic() - begun
-        if code in codes and took <= CLEAN_STOP and "Traceback" not in command.said:
-            return f"ended {took:.1f} s later, {kept_rounds(scene)}"
+        command = scene.interrupt(number)
+        started = time.monotonic()
+        code, seconds = command.wait(), time.monotonic() - started
+        if code in codes and seconds <= CLEAN_STOP and "Traceback" not in command.output:
+            return f"ended {seconds:.1f} s later, {check_stored_rounds(scene)}"
         if code != 0:
-            raise Lost(f"exit code {code} after {took:.1f} s: {command.said[-500:]}")
-        scene.anew()  # it was at its end already
-    raise Lost(f"takes no notice of {number.name}")
+            raise BrokenPromise(f"exit code {code} after {seconds:.1f} s: {command.output[-500:]}")
+        scene.start_over()  # it was at its end already
+    raise BrokenPromise(f"ignores {number.name}")
 
 
-def _damaged_data(scene: Scene, folder: str, names: list[str]) -> str:
+def _damage_data(scene: Scene, folder: str, names: list[str]) -> str:
     if scene.chance.random() < 0.7:
-        scene.interrupted().end()
+        scene.interrupt().wait()
     return damage(scene.project.folder / "data" / folder / scene.chance.choice(names), scene.chance)
 
 
-def mlflow_server(project: Project) -> Server:
-    port = free_port()
+def make_mlflow_server(project: Project) -> Server:
+    port = find_free_port()
     store, artifacts = f"sqlite:///{project.folder}/mlflow.db", str(project.folder / "mlartifacts")
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", store, "--artifacts-destination", artifacts]
     return Server(command, f"http://127.0.0.1:{port}", project.folder.parent / f"{project.folder.name}-mlflow.log")
 
 
-def prefect_server(folder: Path) -> list[psutil.Process]:
-    """The project's own, and what it has started."""
+def find_prefect_server(folder: Path) -> list[psutil.Process]:
+    """Return the process of the project's own server, and its children."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = process.cmdline()
-            if str(folder / ".fcl/prefect") in words and any(word.endswith("servers.py") for word in words):
+            if str(folder / ".fcl/prefect") in words and any(word.endswith("server.py") for word in words):
                 return [process, *process.children(recursive=True)]
     return []
 
 
 def run_or_skip(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Impossible(f"{command[0]}: {done.stderr.strip()}")
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise Impossible(f"{command[0]}: {ended.stderr.strip()}")
 
 
 @contextmanager
-def mounted(folder: Path, *what: str) -> Iterator[None]:
-    """A mount for the time of the block, in this process's own namespace (run.py)."""
+def mount(folder: Path, *options: str) -> Iterator[None]:
+    """Mount for the time of the block, in this process's own namespace (run.py)."""
     folder.mkdir(exist_ok=True)
-    run_or_skip("mount", *what, str(folder))
+    run_or_skip("mount", *options, str(folder))
     try:
         yield
     finally:

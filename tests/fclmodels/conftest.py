@@ -1,11 +1,12 @@
 """Tiny splits made by hand, settings to match, and short ways to federate on them."""
 
-import hashlib
 import importlib
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count, product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,31 @@ import torch
 
 import fclmodels.backbones
 import fclmodels.methods
-from fclmodels import params as reading
-from fclmodels.data import split as splitting
-from fclmodels.data.splits import SCHEMA, Splits, content_digest
-from fclmodels.experiment import Experiment
-from fclmodels.federation import rounds
-from fclmodels.federation.checkpoints import Checkpoints
+from fclmodels.data.splits import make_splits as splitting
+from fclmodels.data.splits.split_reader import Splits, digest_splits
+from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.executor import Serial
-from fclmodels.federation.ledger import Ledger
-from fclmodels.federation.run import Run
+from fclmodels.federation.engine import rounds
+from fclmodels.federation.engine.checkpoints import Checkpoints
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.ledger import Ledger, open_ledger
+from fclmodels.federation.engine.listener import Listener
+from fclmodels.federation.executors.client_work import Serial
+from fclmodels.federation.method import Method
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.listener import Listener
-from fclmodels.methods.base import Method
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.settings import Params
+from fclmodels.settings import load as reading
+from fclmodels.settings.schema import Params
+from fclmodels.testing import tiny_splits
+from fclmodels.testing.method_trial import read_outcome
+from fclmodels.testing.tiny_splits import write_splits
 
-SETTINGS = """
-partition: {clients: 1000}
-model: {backbone: mlp, hidden: 12, dropout: [0, 0], width: 2, stem: cifar}
-federation: {rounds: 2, batch_size: 4, executor: serial, workers: 1}
-optimizer: {lr: 0.1}
-device: cpu
-"""
 # For methods that attach something to the layers of a transformer.
 ON_VIT = ("fed-dualp", "fed-l2p", "lora", "pip-dualp", "pip-l2p")
 VIT = (
-    *("model.backbone=vit", "model.patch=3", "model.width=8", "model.depth=2", "model.attention_heads=2"),
-    *("model.mlp_width=8", "methods.fed-dualp.g_layers=[0]", "methods.fed-dualp.e_layers=[1]"),
+    *tiny_splits.VIT,
+    *("methods.fed-dualp.g_layers=[0]", "methods.fed-dualp.e_layers=[1]"),
     *("methods.pip-dualp.g_layers=[0]", "methods.pip-dualp.e_layers=[1]"),
 )
 
@@ -54,80 +51,6 @@ MakeMethod = Callable[..., Any]
 Federate = Callable[..., Server]
 
 
-def write_splits(
-    folder: Path,
-    *,
-    tasks: int = 2,
-    classes: int = 2,
-    clients: int = 4,
-    train: int | Mapping[tuple[int, int], int] = 8,
-    val: int = 0,
-    test: int = 4,
-    shared_test: bool = False,
-    same_classes: bool = False,
-    permuted: bool = False,
-    head: str = "growing",
-    shape: tuple[int, int, int] = (1, 6, 6),
-) -> Splits:
-    """Prepared images and their splits. `train`: samples of each (task, client), or of all.
-
-    Each class is a random pattern with noise over it; a domain (one a task) shifts its brightness.
-    """
-    sizes = train if isinstance(train, Mapping) else dict.fromkeys(product(range(tasks), range(clients)), train)
-    rows, images, random = [], [], np.random.default_rng(0)
-    patterns = random.integers(40, 180, (tasks * classes, *shape))
-    noise = np.random.default_rng(1)
-    for task, client in product(range(tasks), range(clients)):
-        owner = -1 if shared_test else client
-        for split, n, who in (
-            ("train", sizes.get((task, client), 0), client),
-            ("val", val, client),
-            ("test", test, owner),
-        ):
-            for i in range(n if (task, client) in sizes or split == "test" else 0):
-                kind = (i + client) % classes
-                label = kind if same_classes else task * classes + kind
-                rows.append((len(rows), label, task if same_classes else 0, task, who, split))
-                pattern = patterns[kind if same_classes else task * classes + kind] + 20 * task * same_classes
-                images.append((pattern + noise.integers(0, 30, shape)).clip(0, 255))
-    manifest = pl.DataFrame(rows, schema=SCHEMA, orient="row").sort("task", "client", "split", "sample")
-    stack = np.array(images, np.uint8)
-    prepared = folder / "prepared"
-    prepared.mkdir(parents=True)
-    np.save(prepared / "images.npy", stack)
-    prepared_digest = hashlib.sha256(stack.tobytes()).hexdigest()
-    (prepared / "meta.json").write_text(json.dumps({"format": 1, "digest": prepared_digest}))
-    labels = classes if same_classes else tasks * classes
-    facts: dict[str, Any] = {
-        "format": 1,
-        "kind": "by-hand",
-        "tasks": [
-            {
-                "name": f"task {t}",
-                "classes": list(range(classes)) if same_classes else list(range(t * classes, (t + 1) * classes)),
-                "permutation": t if permuted and t else None,
-                "classes_by_client": None,
-            }
-            for t in range(tasks)
-        ],
-        "classes": [f"class {c}" for c in range(labels)],
-        "domains": [f"domain {t}" for t in range(tasks if same_classes else 1)],
-        "clients": clients,
-        "shape": list(shape),
-        "mean": [0.5] * shape[0],
-        "std": [0.25] * shape[0],
-        "head": head,
-        "prepared": "../prepared",
-        "prepared_digest": prepared_digest,
-    }
-    facts["digest"] = content_digest(manifest, facts)
-    splits = folder / "splits"
-    splits.mkdir()
-    manifest.write_parquet(splits / "manifest.parquet")
-    (splits / "stream.json").write_text(json.dumps(facts))
-    return Splits.open(splits)
-
-
 @pytest.fixture(scope="session")
 def reopened() -> Callable[[Splits], Splits]:
     """Splits whose files were changed by hand, given the digest of what they hold now, and opened anew."""
@@ -135,7 +58,7 @@ def reopened() -> Callable[[Splits], Splits]:
     def reopen(splits: Splits) -> Splits:
         file = splits.folder / "stream.json"
         facts = json.loads(file.read_text())
-        facts["digest"] = content_digest(pl.read_parquet(splits.folder / "manifest.parquet"), facts)
+        facts["digest"] = digest_splits(pl.read_parquet(splits.folder / "manifest.parquet"), facts)
         file.write_text(json.dumps(facts))
         return Splits.open(splits.folder)
 
@@ -166,14 +89,14 @@ def own_splits(tmp_path: Path) -> MakeSplits:
 @pytest.fixture(scope="session")
 def params_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("params") / "params.yaml"
-    path.write_text(SETTINGS)
+    path.write_text(tiny_splits.SETTINGS)
     return path
 
 
 @pytest.fixture(scope="session")
 def params_of(params_file: Path) -> MakeParams:
     """The tiny settings above after overrides such as "federation.rounds=3"."""
-    return lambda *overrides: reading.load(params_file, overrides)
+    return lambda *overrides: reading.load_params(params_file, overrides)
 
 
 @pytest.fixture
@@ -209,7 +132,16 @@ def federate(tmp_path: Path) -> Federate:
         for task in range(len(method.run.splits.tasks) if tasks is None else tasks):
             checkpoints = Checkpoints(tmp_path / f"federate-{next(number)}")
             executor = Serial(method, 1)
-            position = rounds.learn(method, server, memories, task, executor, checkpoints, Listener())
+            position = rounds.learn(
+                method,
+                server,
+                memories,
+                task,
+                executor,
+                checkpoints,
+                open_ledger(method, checkpoints.ledger),
+                Listener(),
+            )
             clients = method.participants(task)
             cohort = Cohort(executor, task, clients, position.memories, Ledger(checkpoints.ledger), checkpoints)
             server, memories = method.finish_task(position.server, cohort), cohort.memories
@@ -253,25 +185,13 @@ def experiment_of(tmp_path: Path, new_experiment: Callable[..., Experiment]) -> 
 
 @pytest.fixture(scope="session")
 def remains() -> Callable[[Path], dict[str, Any]]:
-    """All that a run folder holds but for times and where it ran: equal for equal runs."""
-
-    def read(folder: Path) -> dict[str, Any]:
-        result = json.loads((folder / "result.json").read_text())
-        tables = {name: pl.read_parquet(folder / f"{name}.parquet") for name in ("accuracy", "rounds", "ledger")}
-        tables["rounds"] = tables["rounds"].drop("seconds")
-        files = [folder / "model" / "weights.safetensors", *sorted(folder.glob("knowledge/*"))]
-        return (
-            {key: result[key] for key in ("metrics", "digests", "bytes_up", "bytes_down", "bytes_kept")}
-            | {name: table.rows() for name, table in tables.items()}
-            | {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        )
-
-    return read
+    """A function that reads all that a run folder holds but for times and where it ran: equal for equal runs."""
+    return read_outcome
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def toys() -> Iterator[Path]:
-    """The plugins of toys/ are there, in this process and in those that it starts."""
+    """The plugins of toys/ are there for a module's tests, in this process and in those that it starts."""
     folder = Path(__file__).parent / "toys"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -279,6 +199,64 @@ def toys() -> Iterator[Path]:
         yield folder
         for package in (fclmodels.backbones, fclmodels.methods):
             package.__path__.pop()
+        del sys.modules["sitecustomize"]
+
+
+class Forks:
+    """Runs, each in a fork of one process that has imported everything (toys/forks.py), which may be killed."""
+
+    def __init__(self, script: Path, params: Path, root: Path) -> None:
+        self.params, self.root = params, root
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def begin(
+        self,
+        name: str,
+        method: str,
+        splits: Splits,
+        overrides: Sequence[str] = (),
+        die: tuple[str, str, int] | None = None,
+    ) -> int:
+        """Start `name`; its process id. `die`: (point, before or after, nth call)."""
+        assert self.process.stdin
+        assert self.process.stdout
+        order = {
+            "params": str(self.params),
+            "splits": str(splits.folder),
+            "method": method,
+            "overrides": overrides,
+            "home": str(self.root / name / "home"),
+            "folder": str(self.folder(name)),
+            "die": die,
+        }
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def end(self) -> int:
+        """How the run that was begun ended: 0, or minus the signal that killed it."""
+        assert self.process.stdout
+        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+
+    def run(self, *args: Any, **kwargs: Any) -> int:
+        self.begin(*args, **kwargs)
+        return self.end()
+
+    def folder(self, name: str) -> Path:
+        return self.root / name / "run"
+
+    def calls(self, name: str) -> int:
+        return int((self.folder(name) / "calls").read_text())
+
+
+@pytest.fixture(scope="module")
+def forks(toys: Path, params_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(toys / "forks.py", params_file, tmp_path_factory.mktemp("forks"))
+    yield forks
+    assert forks.process.stdin
+    forks.process.stdin.close()
+    forks.process.wait(10)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -297,7 +275,9 @@ def split_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], 
     """The splits of params.yaml with other settings."""
 
     def make(settings: list[str]) -> Splits:
-        return Splits.open(splitting.splits_of(reading.load(DEFAULTS, settings), tmp_path_factory.mktemp("split")))
+        return Splits.open(
+            splitting.make_splits(reading.load_params(DEFAULTS, settings), tmp_path_factory.mktemp("split"))
+        )
 
     return make
 
@@ -311,7 +291,7 @@ def over_seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[s
     ) -> dict[str, dict[str, np.ndarray]]:
         folder, values = tmp_path_factory.mktemp("seeds"), {}
         for method, own in tuned.items():
-            params, found = reading.load(DEFAULTS, [*shared, *own]), []
+            params, found = reading.load_params(DEFAULTS, [*shared, *own]), []
             for seed in SEEDS:
                 with Experiment(params, method, seed, splits, folder) as experiment:
                     result = experiment.run(folder / f"{method}-{seed}")

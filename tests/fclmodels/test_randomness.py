@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fclmodels.randomness import ambient, generator, seed_of
+from fclmodels.randomness import derive_seed, generator, seed_torch
 
 CPU = torch.device("cpu")
 KEYS = st.lists(st.integers() | st.text(max_size=6), max_size=5).map(tuple)
@@ -13,7 +13,7 @@ KEYS = st.lists(st.integers() | st.text(max_size=6), max_size=5).map(tuple)
 
 @given(one=KEYS, two=KEYS)
 def test_different_keys_have_different_seeds(one: tuple, two: tuple) -> None:
-    assert (seed_of(*one) == seed_of(*two)) == (one == two)
+    assert (derive_seed(*one) == derive_seed(*two)) == (one == two)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_each_part_of_the_key_counts(near: tuple) -> None:
 
 def test_a_seed_fits_a_generator_and_stays_what_it_was() -> None:
     """Pinned: a change would silently give every run other results."""
-    assert 0 <= seed_of(0, "init") < 2**63
-    assert generator(0, "init").initial_seed() == seed_of(0, "init")
-    assert seed_of(0, "init") == 3953688860265627247
+    assert 0 <= derive_seed(0, "init") < 2**63
+    assert generator(0, "init").initial_seed() == derive_seed(0, "init")
+    assert derive_seed(0, "init") == 3953688860265627247
 
 
 def test_a_generator_leaves_the_ambient_one_alone() -> None:
@@ -52,20 +52,20 @@ def test_a_generator_leaves_the_ambient_one_alone() -> None:
 
 
 def test_ambient_draws_follow_the_key_only_and_leave_no_trace() -> None:
-    drawn = []
+    numbers = []
     for outside in (1, 2):
         torch.manual_seed(outside)
         before = torch.random.get_rng_state()
-        with ambient(0, "dropout", 3, device=CPU):
-            drawn.append(torch.rand(4).tolist())
+        with seed_torch(0, "dropout", 3, device=CPU):
+            numbers.append(torch.rand(4).tolist())
         assert torch.equal(torch.random.get_rng_state(), before)
-    with ambient(0, "dropout", 4, device=CPU):
-        drawn.append(torch.rand(4).tolist())
-    assert drawn[0] == drawn[1] != drawn[2]
+    with seed_torch(0, "dropout", 4, device=CPU):
+        numbers.append(torch.rand(4).tolist())
+    assert numbers[0] == numbers[1] != numbers[2]
 
 
 def test_ambient_puts_the_generator_back_after_an_error() -> None:
     before = torch.random.get_rng_state()
-    with pytest.raises(RuntimeError), ambient(0, "dropout", device=CPU):
+    with pytest.raises(RuntimeError), seed_torch(0, "dropout", device=CPU):
         torch.rand(-torch.randint(1, 9, ()))
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fclmodels.data.prepare import prepare
-from fclmodels.data.split import split
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.make_splits import write_splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.federation.run import Run
+from fclmodels.federation.run_context import Run
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fot import Fot
 from fclmodels.plugins import find
@@ -54,7 +54,9 @@ def toys(encoder, tmp_path_factory):
         prepare(source(settings), folder / "prepared")
         chosen = find("stream", kind or {"own": "datasets", "shared": "domain-incremental"}[label_space])
         partition = part(part.Settings(clients=4, test=0.25))
-        return Splits.open(split(folder / "prepared", chosen(chosen.Settings(**stream)), partition, folder / "splits"))
+        return Splits.open(
+            write_splits(folder / "prepared", chosen(chosen.Settings(**stream)), partition, folder / "splits")
+        )
 
     return make
 
@@ -74,12 +76,12 @@ def accuracies(folder: Path) -> dict[int, float]:
 def test_token_ids_reach_the_network_as_they_were_prepared(toys, params_of, encoder):
     splits = toys("own")
     run = Run.on(params_of(*chosen_model(encoder)), splits, seed=0)
-    rows = splits.rows(1, "train", 2)
+    rows = splits.select_rows(1, "train", 2)
     prepared = np.load(splits.folder / "../prepared/tokens.npy")
-    (batch,) = run.batches.ordered(rows, 1000)
+    (batch,) = run.batches.iterate_ordered(rows, 1000)
     assert batch.inputs.dtype == torch.int32
     np.testing.assert_array_equal(batch.inputs, prepared[rows.samples])
-    (shuffled,) = run.batches.shuffled(rows, 1000, torch.Generator())
+    (shuffled,) = run.batches.iterate_shuffled(rows, 1000, torch.Generator())
     assert sorted(shuffled.inputs.flatten(1).tolist()) == sorted(batch.inputs.flatten(1).tolist())
     assert not torch.equal(shuffled.inputs, batch.inputs)
 

@@ -22,9 +22,8 @@ from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH as RESULTS
 from prefect.testing.utilities import prefect_test_harness
 from sklearn.datasets import load_digits
 
-from fclmodels.data.incoming import MARKER
-from flows.cli import app
-from flows.ending import end_well
+from fclmodels.data.arrivals.arrival_folders import MARKER
+from flows.cli.app import app, run_command_line
 
 SETTINGS = """
 data: {source: digits}
@@ -43,9 +42,9 @@ SMALLER = {
     "rounds: 10": "rounds: 2",
     "  tasks: 5": "  tasks: 2",
     "backbone: cnn": "backbone: mlp",
-    "  seeds:\n  - 0\n  - 1": "  seeds:\n  - 0",
+    "  - fot\n  - fedprotip\n  - special\n  - stamp\n  - er\n  - joint\n": "  - fedprox\n  - joint\n",
 }
-PATIENCE = 600  # seconds, for a machine that does much else
+PATIENCE = 600  # seconds, for a busy machine
 
 Fcl = Callable[..., int]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -53,21 +52,27 @@ Arrive = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def tiny_settings() -> str:
+    """Return the content of a params.yaml with which a run takes a second."""
+    return SETTINGS
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of a Prefect server that is there for the whole session."""
+    """Return the address of a Prefect server that runs for the whole session."""
     with prefect_test_harness(server_startup_timeout=120):
         yield str(PREFECT_API_URL.value())
 
 
 @pytest.fixture(scope="session")
 def fcl() -> Fcl:
-    """Runs a command in this process; its exit code."""
-    return lambda *arguments: end_well(app, arguments)
+    """Return a function that runs a command in this process and returns its exit code."""
+    return lambda *arguments: run_command_line(app, arguments)
 
 
 @pytest.fixture(scope="session")
 def arrive() -> Arrive:
-    """Some of scikit-learn's digits arrive in a folder as a complete tree of images; the tree."""
+    """Return a function that writes some of scikit-learn's digits as a complete arrival and returns its folder."""
     digits = load_digits()
 
     def make(incoming: Path, name: str, *classes: int) -> Path:
@@ -84,7 +89,7 @@ def arrive() -> Arrive:
 
 @pytest.fixture(scope="session")
 def stream_settings() -> str:
-    """Of a stream that learns fast, and whose gate lets everything through."""
+    """Return settings of a stream that learns fast and whose gate accepts every model."""
     return """
 data: {source: image-folder}
 partition: {kind: iid, clients: 3, val: 0.2}
@@ -98,13 +103,13 @@ experiment: {methods: [fedavg], seeds: [0]} # DVC reads dvc.yaml with it
 
 @pytest.fixture(scope="session")
 def clone() -> Callable[[Path], Path]:
-    """Copies this project into a folder, as a git repository with a smaller experiment and `fcl` in .bin."""
+    """Return a function that copies this project into a git repository with a smaller experiment and `fcl` in .bin."""
 
     def make(folder: Path) -> Path:
         for name in COPIED:
             if (ROOT / name).is_dir():
-                unwanted = shutil.ignore_patterns("__pycache__", "tmp", "cache")
-                shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+                caches = shutil.ignore_patterns("__pycache__", "tmp", "cache")
+                shutil.copytree(ROOT / name, folder / name, ignore=caches)
             else:
                 shutil.copy(ROOT / name, folder / name)
         settings = (folder / "params.yaml").read_text()
@@ -114,7 +119,7 @@ def clone() -> Callable[[Path], Path]:
         (folder / "params.yaml").write_text(settings)
         fcl = folder / ".bin" / "fcl"
         fcl.parent.mkdir()
-        fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli "$@"\n')
+        fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli.app "$@"\n')
         fcl.chmod(0o755)
         for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "start"]):
             subprocess.run(["git", *words], cwd=folder, check=True)
@@ -123,51 +128,51 @@ def clone() -> Callable[[Path], Path]:
     return make
 
 
-def surroundings(folder: Path) -> dict[str, str]:
-    """The environment of a user whose project is this folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    own = folder if (folder / "flows").is_dir() else ROOT
-    return kept | {"PATH": f"{folder}/.bin:{os.environ['PATH']}", "PYTHONPATH": str(own)}
+def make_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a user whose project is this folder."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    root = folder if (folder / "flows").is_dir() else ROOT
+    return inherited | {"PATH": f"{folder}/.bin:{os.environ['PATH']}", "PYTHONPATH": str(root)}
 
 
-def line(*words: str) -> list[str]:
-    """A command line; of Python's tools, those beside this Python."""
-    modules = {"fcl": "flows.cli", "dvc": "dvc", "prefect": "prefect", "mlflow": "mlflow"}
+def make_command(*words: str) -> list[str]:
+    """Return a command line in which Python's tools are those of this Python."""
+    modules = {"fcl": "flows.cli.app", "dvc": "dvc", "prefect": "prefect", "mlflow": "mlflow"}
     return [sys.executable, "-m", modules[words[0]], *words[1:]] if words[0] in modules else list(words)
 
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[..., str]:
-    """Runs `fcl`, `git`, `dvc` ... in a folder; what it printed, without what `fcl` says beside its output."""
+    """Return a function that runs `fcl`, `git`, `dvc` ... in a folder and returns the output, of `fcl` stdout alone."""
 
-    def run(folder: Path, *words: str, **more: str) -> str:
-        end = subprocess.run(
-            line(*words),
+    def run(folder: Path, *words: str, **variables: str) -> str:
+        ended = subprocess.run(
+            make_command(*words),
             cwd=folder,
-            env=surroundings(folder) | {"FCL_SERVER_IDLE_SECONDS": "20"} | more,
+            env=make_environment(folder) | {"FCL_SERVER_IDLE_SECONDS": "20"} | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if words[0] == "fcl" else subprocess.STDOUT,
             text=True,
             check=False,
         )
-        assert end.returncode == 0, f"{end.stdout} {end.stderr}"
-        return end.stdout
+        assert ended.returncode == 0, f"{ended.stdout} {ended.stderr}"
+        return ended.stdout
 
     return run
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `fcl`, `prefect` ... in a folder, with its output in NAME.log beside; all that still runs is ended."""
+    """Return a function that starts `fcl`, `prefect` ... with output in NAME-xx.log; processes end with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(folder: Path, *words: str, **more: str) -> "subprocess.Popen[str]":
+    def begin(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]":
         with open(folder / f"{words[0]}-{len(started):02d}.log", "w") as log:
             process = subprocess.Popen(
-                line(*words),
+                make_command(*words),
                 cwd=folder,
-                env=surroundings(folder) | {"FCL_SERVER_IDLE_SECONDS": "3", **more},
+                env=make_environment(folder) | {"FCL_SERVER_IDLE_SECONDS": "3", **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -190,13 +195,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def wait_for() -> Callable[..., Any]:
-    """What a function gives as soon as that is something; the logs of the folder where it never is."""
+    """Return a function that waits until a condition returns something true, and returns that.
 
-    def wait(what: Callable[[], Any], folder: Path) -> Any:
+    It fails with the logs of the folder where that takes too long.
+    """
+
+    def wait(condition: Callable[[], Any], folder: Path) -> Any:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            if found := what():
-                return found
+            if value := condition():
+                return value
             time.sleep(0.3)
         raise AssertionError("\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in folder.glob("*.log")))
 
@@ -205,11 +213,11 @@ def wait_for() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def template(server: str, fcl: Fcl, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with data and an empty MLflow store, to be copied."""
+    """Return a project with data and an empty MLflow store, to be copied."""
     folder = tmp_path_factory.mktemp("template")
     (folder / "params.yaml").write_text(SETTINGS)
     MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    with inside(folder, server):
+    with enter_project(folder, server):
         assert fcl("prepare", "-q") == 0
         assert fcl("partition", "-q") == 0
     return folder
@@ -217,22 +225,22 @@ def template(server: str, fcl: Fcl, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def project(template: Path, server: str, tmp_path: Path) -> Iterator[Path]:
-    """The current folder: a project with data and an empty MLflow store."""
+    """Return the current folder, a project with data and an empty MLflow store."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".fcl"))
     # MLflow keeps a store for each address, so a relative one would lead back to an earlier test's.
     (tmp_path / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: 'sqlite:///{tmp_path}/mlflow.db'}}\n")
-    with inside(tmp_path, server):
+    with enter_project(tmp_path, server):
         yield tmp_path
 
 
 @contextmanager
-def inside(folder: Path, server: str) -> Iterator[None]:
-    """In this folder, with this server; what commands set in the environment ends with the block."""
-    own = {RESULTS: folder / ".fcl" / "results", SERIALIZER: "json", PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+def enter_project(folder: Path, server: str) -> Iterator[None]:
+    """Enter this folder and use this server; changes of the environment end with the block."""
+    settings = {RESULTS: folder / ".fcl" / "results", SERIALIZER: "json", PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         patch.dict(os.environ, {"PREFECT_API_URL": server}),
-        temporary_settings(own),
+        temporary_settings(settings),
     ):
         monkeypatch.chdir(folder)
         yield

@@ -15,7 +15,7 @@ Clone = Callable[[Path], Path]
 
 @pytest.fixture(scope="module")
 def learned(clone: Clone, tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with one method and one seed after `dvc repro`, committed; DVC links outs to its cache, read-only."""
+    """Return a clone with one method and one seed after `dvc repro`, committed; DVC links outs to its cache."""
     folder = clone(tmp_path_factory.mktemp("clone"))
     settings = (folder / "params.yaml").read_text()
     assert "  - fedavg\n  - fedprox\n  - joint\n" in settings
@@ -39,11 +39,13 @@ def test_queued_experiments_are_kept_shown_plotted_and_tracked(
     tool(learned, "dvc", "queue", "stop")
 
     shown = json.loads(tool(learned, "dvc", "exp", "show", "--json"))
-    kept = {e["name"]: e["revs"][0]["data"] for base in shown for e in base["experiments"] or ()}
-    assert kept.keys() == changed.keys()
-    of = {name: data["params"]["params.yaml"]["data"]["methods"]["fedprox"]["mu"] for name, data in kept.items()}
-    assert of == changed
-    metrics = {name: data["metrics"]["report/metrics/fedprox-0.json"]["data"] for name, data in kept.items()}
+    experiments = {e["name"]: e["revs"][0]["data"] for base in shown for e in base["experiments"] or ()}
+    assert experiments.keys() == changed.keys()
+    strengths = {
+        name: data["params"]["params.yaml"]["data"]["methods"]["fedprox"]["mu"] for name, data in experiments.items()
+    }
+    assert strengths == changed
+    metrics = {name: data["metrics"]["report/metrics/fedprox-0.json"]["data"] for name, data in experiments.items()}
     assert metrics["weak"]["task_aware"] != metrics["strong"]["task_aware"]
     assert "methods.fedprox.mu" in tool(learned, "dvc", "exp", "show", "--csv").partition("\n")[0]
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 CLASSES = ("circle", "cross", "dots", "square")
 
 
-def picture(kind: str, random: np.random.Generator) -> Image.Image:
-    """24 x 20 pixels with noise: a class is where it is bright."""
+def draw_picture(kind: str, random: np.random.Generator) -> Image.Image:
+    """Draw 24 x 20 pixels with noise; the bright shape is the class."""
     across, down = np.meshgrid(np.linspace(-1, 1, 24), np.linspace(-1, 1, 20))
     shapes = {
         "circle": np.hypot(across, down) < 0.7,
@@ -33,7 +33,7 @@ def test_four_commands_from_an_empty_folder_to_an_answer(tmp_path: Path) -> None
     for kind in CLASSES:
         (tmp_path / "shapes" / kind).mkdir(parents=True)
         for number in range(60):
-            picture(kind, random).save(tmp_path / "shapes" / kind / f"{number}.png")
+            draw_picture(kind, random).save(tmp_path / "shapes" / kind / f"{number}.png")
     folder = tmp_path / "mine"
     folder.mkdir()
     environment = {
@@ -42,7 +42,7 @@ def test_four_commands_from_an_empty_folder_to_an_answer(tmp_path: Path) -> None
     environment |= {"PYTHONPATH": str(ROOT)}
 
     def fcl(*words: str) -> str:
-        code = "from flows.cli import main; main()"
+        code = "from flows.cli.app import main; main()"
         end = subprocess.run(
             [sys.executable, "-c", code, *words],
             cwd=folder,
@@ -56,7 +56,7 @@ def test_four_commands_from_an_empty_folder_to_an_answer(tmp_path: Path) -> None
 
     fcl("init", "../shapes")
     fcl("run", "--method", "er")
-    picture("cross", random).save(folder / "new.png")
+    draw_picture("cross", random).save(folder / "new.png")
     (answer,) = json.loads(fcl("predict", "runs/er-0", "new.png", "--json"))
     assert answer["class"] in CLASSES
     accuracy = json.loads((folder / "runs" / "er-0" / "result.json").read_text())["metrics"]["task_aware"]["acc"]

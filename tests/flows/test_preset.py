@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fclmodels.report import traffic
+from fclmodels.report.traffic import measure_traffic
 
 Fcl = Callable[..., int]
 
@@ -71,7 +71,7 @@ def test_a_preset_runs_from_data_to_report_beside_the_papers_figures(
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("preset tini", "tini is not a preset. Did you mean tiny?"),
         ("preset tiny --scale 0", "federation.rounds_scale is 0.0; it must be greater than 0."),
@@ -84,12 +84,12 @@ def test_a_preset_runs_from_data_to_report_beside_the_papers_figures(
     ],
 )
 def test_a_mistake_is_one_line(
-    fcl: Fcl, presets: Path, command: str, told: str, capsys: pytest.CaptureFixture[str]
+    fcl: Fcl, presets: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fcl(*command.split()) == 2
     out, err = capsys.readouterr()
-    (line,) = [line for line in err.splitlines() if "was made otherwise" not in line]
-    assert told in line
+    (line,) = [line for line in err.splitlines() if "has another origin" not in line]
+    assert message in line
     assert out == ""
 
 
@@ -106,12 +106,12 @@ def test_the_ledger_of_runs_side_by_side(
         assert fcl("run", "-m", method, "-q") == 0
     capsys.readouterr()
     assert fcl("ledger", *folders, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == traffic([Path(folder) for folder in folders]).to_dicts()
+    assert json.loads(capsys.readouterr().out) == measure_traffic([Path(folder) for folder in folders]).to_dicts()
     monkeypatch.setenv("COLUMNS", "30")  # narrower than a line, which stays whole
     assert fcl("ledger", *folders) == 0
-    shown, told = capsys.readouterr()
+    table, note = capsys.readouterr()
     weights = 4 * (64 * 8 + 8 + 2 * (8 * 8 + 8) + 5 * (8 + 1))  # mlp of 64-8-8-8 and a head of five classes
     for name in ("fedavg-0", "fedprox-0"):
-        assert re.search(rf"down +weights +{name} +2 +{weights / 1e6:.3f} ", shown)
-    assert "count" not in shown
-    assert told == "Parts that would show as 0.000 are left out; --json has them.\n"
+        assert re.search(rf"down +weights +{name} +2 +{weights / 1e6:.3f} ", table)
+    assert "count" not in table
+    assert note == "Parts that would show as 0.000 are left out; --json has them.\n"

@@ -12,9 +12,9 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from fclmodels import state
 from fclmodels.data.sources.letters import LETTERS
-from fclmodels.pretrain import Pretraining
+from fclmodels.experiment.pretraining import Pretraining
+from fclmodels.storage import trees
 
 ROOT = Path(__file__).parents[2]
 OUT = Path("data/pretrained/letters")
@@ -30,7 +30,7 @@ Fcl = Callable[..., int]
 
 @pytest.fixture
 def client(project: Path) -> MlflowClient:
-    """A project with settings of a pretraining, and its MLflow store."""
+    """Return a client of the MLflow store of a project with settings of a pretraining."""
     (project / "pretrain").mkdir()
     uri = f"sqlite:///{project}/mlflow.db"
     (project / "pretrain" / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: '{uri}'}}\n")
@@ -39,19 +39,19 @@ def client(project: Path) -> MlflowClient:
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of those that were really done."""
-    done: list[str] = []
+    """Return the keys of trainings as they are run."""
+    keys: list[str] = []
     run = Pretraining.run
 
-    def noted(step: Pretraining) -> dict[str, object]:
-        done.append(step.key)
+    def record(step: Pretraining) -> dict[str, object]:
+        keys.append(step.key)
         return run(step)
 
-    monkeypatch.setattr(Pretraining, "run", noted)
-    return done
+    monkeypatch.setattr(Pretraining, "run", record)
+    return keys
 
 
-def card() -> dict[str, object]:
+def read_card() -> dict[str, object]:
     return json.loads((OUT / "card.json").read_text())
 
 
@@ -59,23 +59,23 @@ def test_the_card_is_in_the_folder_in_mlflow_and_at_the_registered_version(
     fcl: Fcl, client: MlflowClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fcl("pretrain") == 0
-    told = capsys.readouterr().err.splitlines()
-    assert told[:2] == [f"mlp-letters: epoch {i} of 2: loss {told[i - 1].split()[-1]}" for i in (1, 2)]
-    assert told[2].startswith(f"{OUT}: mlp-letters, version 1, ")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [f"mlp-letters: epoch {i} of 2: loss {lines[i - 1].split()[-1]}" for i in (1, 2)]
+    assert lines[2].startswith(f"{OUT}: mlp-letters, version 1, ")
 
     (version,) = client.search_model_versions("name = 'mlp-letters'")
-    assert version.description == card()["description"]
+    assert version.description == read_card()["description"]
     assert str(version.description).startswith("mlp pretrained on letters, ")
     assert version.tags == {"source": "letters", "backbone": "mlp", "classes": ", ".join(LETTERS)}
     registered = Path(version.source.removeprefix("file://"))
-    assert json.loads((registered / "card.json").read_text()) == card()
+    assert json.loads((registered / "card.json").read_text()) == read_card()
     weights = load_file(registered / "weights.safetensors")
-    assert state.digest(weights) == state.digest(load_file(OUT / "weights.safetensors"))
+    assert trees.digest(weights) == trees.digest(load_file(OUT / "weights.safetensors"))
 
     run = client.get_run(version.run_id)
     assert (run.info.run_name, run.info.status) == ("mlp-letters", "FINISHED")
     assert run.data.params.items() >= {"data.source": "letters", "data.samples": "5", "pretrain.epochs": "2"}.items()
-    assert run.data.metrics["held_out/accuracy"] == card()["accuracy"]
+    assert run.data.metrics["held_out/accuracy"] == read_card()["accuracy"]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
     (used,) = run.inputs.dataset_inputs
     assert used.dataset.name == "letters"
@@ -90,8 +90,8 @@ def test_a_second_time_nothing_is_trained_or_registered(
     shutil.rmtree(OUT)
     assert fcl("pretrain", "--json") == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == first == {**card(), "version": 1}
-    assert err == "mlp-letters: trained before; not again\n"
+    assert json.loads(out) == first == {**read_card(), "version": 1}
+    assert err == "mlp-letters: already trained\n"
     assert {path.name: path.read_bytes() for path in OUT.iterdir()} == files
     assert len(trainings) == 1
     assert len(client.search_model_versions("name = 'mlp-letters'")) == 1
@@ -116,11 +116,11 @@ def test_the_store_that_lost_the_weights_has_them_trained_again(
     fcl: Fcl, client: MlflowClient, trainings: list[str]
 ) -> None:
     assert fcl("pretrain", "-q") == 0
-    lost = card()["digests"]["weights"]  # type: ignore[index]
+    lost = read_card()["digests"]["weights"]  # type: ignore[index]
     Path(".fcl/store", lost[:2], lost).unlink()
     assert fcl("pretrain", "-q") == 0
     assert len(trainings) == 2
-    assert card()["digests"]["weights"] == lost  # type: ignore[index]
+    assert read_card()["digests"]["weights"] == lost  # type: ignore[index]
 
 
 def test_a_run_starts_from_the_weights(fcl: Fcl, client: MlflowClient) -> None:
@@ -131,13 +131,13 @@ def test_a_run_starts_from_the_weights(fcl: Fcl, client: MlflowClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("--set data.source=leters", "leters is not a source. Did you mean letters?"),
         ("--set model.backbone=mpl", "mpl is not a backbone. Did you mean mlp?"),
         ("--set pretrain.epoch=2", "pretrain.epoch is not a setting. Did you mean pretrain.epochs?"),
         ("--params pretrain/parms.yaml", "pretrain/parms.yaml: no such file"),
-        ("--out .", ". holds something else than pretrained weights"),
+        ("--out .", ". holds something other than pretrained weights"),
         (
             "--set tracking.uri=sqlite:///params.yaml/mlflow.db",
             "tracking.uri: sqlite:///params.yaml/mlflow.db cannot be used",
@@ -151,11 +151,11 @@ def test_a_mistake_is_one_line_and_nothing_is_trained(
     trainings: list[str],
     capsys: pytest.CaptureFixture[str],
     arguments: str,
-    told: str,
+    message: str,
 ) -> None:
     assert fcl("pretrain", *arguments.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert not trainings
     assert not OUT.exists()
 
@@ -169,10 +169,10 @@ def test_dvc_runs_the_stage_when_asked_and_only_then(tmp_path: Path) -> None:
     (tmp_path / "dvc.yaml").write_text("stages: {other: {cmd: echo done}}\n")
     fcl = tmp_path / ".bin" / "fcl"
     fcl.parent.mkdir()
-    fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli "$@"\n')
+    fcl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m flows.cli.app "$@"\n')
     fcl.chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = kept | {"PATH": f"{tmp_path}/.bin:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = inherited | {"PATH": f"{tmp_path}/.bin:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
 
     def dvc(*command: str) -> str:
         end = subprocess.run(

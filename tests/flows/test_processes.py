@@ -1,4 +1,4 @@
-"""Commands as processes of their own: what a Ctrl-C or a kill -9 leaves behind, and what goes on from there."""
+"""Commands as processes of their own: the state that Ctrl-C or kill -9 leaves, and how a run resumes from it."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
-from fclmodels.params import load
-from flows import servers
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.settings.load import load_params
+from flows.prefect import server
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
@@ -32,13 +32,13 @@ Command = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    """Starts `fcl` in this test's folder; what still runs at the end of the test is ended."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment = kept | {"PYTHONPATH": str(ROOT), "FCL_SERVER_IDLE_SECONDS": "3"}
+    """Return a function that starts `fcl` in this test's folder; its processes end with the test."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = inherited | {"PYTHONPATH": str(ROOT), "FCL_SERVER_IDLE_SECONDS": "3"}
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
-        line = [sys.executable, "-m", "flows.cli", *arguments]
+        line = [sys.executable, "-m", "flows.cli.app", *arguments]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             line, cwd=tmp_path, env=environment | more, stdout=pipe, stderr=subprocess.STDOUT, text=True
@@ -77,18 +77,18 @@ def test_a_run_that_was_ended_goes_on_and_ends_as_if_it_never_was(
     assert printed.endswith("from the last checkpoint\n") == (end == signal.SIGINT)
     assert not (tmp_path / "resumed").exists()
 
-    again = run()
-    printed, _ = again.communicate()
-    assert again.returncode == 0, printed
+    second = run()
+    printed, _ = second.communicate()
+    assert second.returncode == 0, printed
     assert "task 1 of 2 learned" in printed
-    assert "(known from before)" in printed
+    assert "(cached)" in printed
     (splits,) = (tmp_path / ".fcl" / "data").glob("splits-*")
-    settings = load(tmp_path / "params.yaml", ["federation.executor=serial"])
+    settings = load_params(tmp_path / "params.yaml", ["federation.executor=serial"])
     with Experiment(settings, "fedavg", 0, Splits.open(splits), tmp_path / "home") as experiment:
-        whole = experiment.run(tmp_path / "whole")
+        uninterrupted = experiment.run(tmp_path / "uninterrupted")
     resumed = json.loads((tmp_path / "resumed" / "result.json").read_text())
-    assert resumed["metrics"] == whole["metrics"]
-    assert resumed["digests"] == whole["digests"]
+    assert resumed["metrics"] == uninterrupted["metrics"]
+    assert resumed["digests"] == uninterrupted["digests"]
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (tracked,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert tracked.info.status == "FINISHED"
@@ -101,12 +101,12 @@ def test_ui_shows_both_pages_and_leaves_no_server(command: Command, tmp_path: Pa
     assert ui.stdout is not None
     mlflow = ui.stdout.readline().split()[-1]
     prefect = ui.stdout.readline().split()[-1]
-    assert servers.healthy(mlflow)
-    assert servers.healthy(f"{prefect}/api")
+    assert server.is_healthy(mlflow)
+    assert server.is_healthy(f"{prefect}/api")
     ui.send_signal(end)
     assert ui.wait() == (0 if end == signal.SIGINT else -signal.SIGKILL)
     until = time.monotonic() + 30
-    while (servers.healthy(mlflow) or servers.healthy(f"{prefect}/api")) and time.monotonic() < until:
+    while (server.is_healthy(mlflow) or server.is_healthy(f"{prefect}/api")) and time.monotonic() < until:
         time.sleep(0.2)
-    assert not servers.healthy(mlflow)
-    assert not servers.healthy(f"{prefect}/api")
+    assert not server.is_healthy(mlflow)
+    assert not server.is_healthy(f"{prefect}/api")

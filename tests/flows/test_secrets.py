@@ -1,4 +1,4 @@
-"""Marked secrets in settings and surroundings: none of them is in anything that a run writes or says."""
+"""Marked secrets in settings and environment: none of them is in anything that a run writes or prints."""
 
 import base64
 import subprocess
@@ -10,10 +10,10 @@ from threading import Thread
 
 import pytest
 
-from fclmodels.errors import UserError, without_passwords
-from fclmodels.params import load
-from flows import servers
-from flows.doctor import _exposed, _listens_to_all, _open
+from fclmodels.errors import UserError, hide_passwords
+from fclmodels.settings.load import load_params
+from flows.cli.doctor import _is_exposed, _listens_to_all, _warn_of_open_servers
+from flows.prefect import server as prefect_server
 
 MARK = "hunter2-marked"
 SECRETS = {
@@ -37,8 +37,8 @@ FORMS = [form.encode() for form in (MARK, base64.b64encode(MARK.encode()).decode
 FORMS += [base64.b64encode(b" " * shift + MARK.encode())[4:-4] for shift in range(3)]
 
 
-def leaks(folder: Path) -> list[str]:
-    """The files that hold a secret, plain or as HTTP sends it."""
+def find_leaks(folder: Path) -> list[str]:
+    """Return the files that hold a secret, plain or as HTTP sends it."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     return [str(file) for file in files if any(form in file.read_bytes() for form in FORMS)]
 
@@ -47,15 +47,15 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
     sent = base64.b64encode(f"ann:{MARK}".encode()).decode()
     for number, text in enumerate([f"password {MARK}.", f"Authorization: Basic {sent}"]):
         (tmp_path / str(number)).write_text(text)
-    assert len(leaks(tmp_path)) == 2
+    assert len(find_leaks(tmp_path)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_secret_is_written_or_said(
+def test_no_secret_is_written_or_printed(
     tmp_path: Path, tool: Callable[..., str], start: Callable[..., subprocess.Popen]
 ) -> None:
-    """A whole run, on the project's own Prefect server with a password; and runs whose store does not answer."""
+    """A complete run, on the project's own Prefect server with a password; and runs whose store does not answer."""
     (tmp_path / "params.yaml").write_text(SETTINGS)
     tool(tmp_path, "fcl", "-v", "run", "--method", "fedavg", **SECRETS)
     settings = tmp_path / "elsewhere.yaml"
@@ -65,11 +65,11 @@ def test_no_secret_is_written_or_said(
     settings.unlink()
     assert (tmp_path / ".fcl" / "prefect" / "prefect.db").exists()
     assert (tmp_path / "runs" / "fedavg-0" / "result.json").exists()
-    assert leaks(tmp_path) == []
+    assert find_leaks(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("http://ann:hunter2@host:5000/x", "http://ann:***@host:5000/x"),
         ("postgresql://ann:hun@ter:2@host/x", "postgresql://ann:***@host/x"),
@@ -78,24 +78,26 @@ def test_no_secret_is_written_or_said(
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ],
 )
-def test_an_address_is_shown_without_its_password(text: str, told: str) -> None:
-    assert without_passwords(text) == told
+def test_an_address_is_shown_without_its_password(text: str, shown: str) -> None:
+    assert hide_passwords(text) == shown
 
 
 def test_a_password_in_the_settings_or_on_the_command_line_is_refused_without_being_told(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text(f"tracking: {{uri: 'http://ann:{MARK}@host'}}\n")
-    with pytest.raises(UserError, match=r"leave the password out, and set MLFLOW_TRACKING_USERNAME") as told:
-        load(file)
-    assert MARK not in str(told.value)
+    with pytest.raises(UserError, match=r"leave the password out, and set MLFLOW_TRACKING_USERNAME") as refusal:
+        load_params(file)
+    assert MARK not in str(refusal.value)
     file.write_text("")
-    with pytest.raises(UserError, match=r"--set tracking\.uri=postgresql://ann:\*\*\*@host/x: no place for a password"):
-        load(file, [f"tracking.uri=postgresql://ann:{MARK}@host/x"])
+    with pytest.raises(
+        UserError, match=r"--set tracking\.uri=postgresql://ann:\*\*\*@host/x: a password does not belong here"
+    ):
+        load_params(file, [f"tracking.uri=postgresql://ann:{MARK}@host/x"])
 
 
 @pytest.fixture
-def asked() -> Iterator[Callable[[str, int], int]]:
-    """Starts a server on an address that answers every request so; its port."""
+def start_server() -> Iterator[Callable[[str, int], int]]:
+    """Return a function that starts a server, which answers every request with one status, and returns its port."""
     started: list[ThreadingHTTPServer] = []
 
     def serve(address: str, answer: int) -> int:
@@ -105,7 +107,7 @@ def asked() -> Iterator[Callable[[str, int], int]]:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         started.append(ThreadingHTTPServer((address, 0), Answer))
         Thread(target=started[-1].serve_forever, daemon=True).start()
@@ -128,9 +130,9 @@ def asked() -> Iterator[Callable[[str, int], int]]:
     ],
 )
 def test_doctor_warns_of_an_open_server(
-    bound: str, answer: int, host: str, warned: bool, asked: Callable[[str, int], int]
+    bound: str, answer: int, host: str, warned: bool, start_server: Callable[[str, int], int]
 ) -> None:
-    rows = list(_open({f"http://{host}:{asked(bound, answer)}": "api/2.0/x"}))
+    rows = list(_warn_of_open_servers({f"http://{host}:{start_server(bound, answer)}": "api/2.0/x"}))
     assert [row["state"] for row in rows] == ["WARNING"] * warned
 
 
@@ -139,31 +141,31 @@ def test_doctor_warns_of_an_open_server(
     [("https://localhost/api", 443), ("http://127.0.0.1", 80), ("https://127.0.0.1:5000", 5000)],
 )
 def test_an_address_without_a_port_has_that_of_its_scheme(url: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.doctor._listens_to_all", lambda asked: asked == port)
-    assert _exposed(url)
+    monkeypatch.setattr("flows.cli.doctor._listens_to_all", lambda other: other == port)
+    assert _is_exposed(url)
 
 
 def test_a_server_that_wants_a_password_says_so_in_one_line(
-    asked: Callable[[str, int], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: Callable[[str, int], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"http://127.0.0.1:{asked('127.0.0.1', 401)}/api"
-    with pytest.raises(UserError, match=r"wants a password\. Set PREFECT_API_AUTH_STRING\."):
-        servers.wait(url, tmp_path)
+    url = f"http://127.0.0.1:{start_server('127.0.0.1', 401)}/api"
+    with pytest.raises(UserError, match=r"requires a password\. Set PREFECT_API_AUTH_STRING\."):
+        prefect_server.wait_until_ready(url, tmp_path)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "ann:x")
-    servers.wait(url, tmp_path)
+    prefect_server.wait_until_ready(url, tmp_path)
 
 
 def test_the_own_server_is_told_to_listen_on_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr("prefect.cli.app", lambda: seen.append(sys.argv))
-    monkeypatch.setattr(servers, "_stop_when_idle", lambda *_: None)
+    commands: list[list[str]] = []
+    monkeypatch.setattr("prefect.cli.app", lambda: commands.append(sys.argv))
+    monkeypatch.setattr(prefect_server, "_stop_when_idle", lambda *_: None)
     monkeypatch.setattr(sys, "argv", [])
-    servers._serve(tmp_path, 4200, 0)
-    assert seen[0][seen[0].index("--host") + 1] == "127.0.0.1"
+    prefect_server._serve(tmp_path, 4200, 0)
+    assert commands[0][commands[0].index("--host") + 1] == "127.0.0.1"
 
 
-def test_what_listens_here_is_seen(asked: Callable[[str, int], int]) -> None:
-    assert _listens_to_all(asked("0.0.0.0", 200))
-    assert not _listens_to_all(asked("127.0.0.1", 200))
+def test_what_listens_here_is_seen(start_server: Callable[[str, int], int]) -> None:
+    assert _listens_to_all(start_server("0.0.0.0", 200))
+    assert not _listens_to_all(start_server("127.0.0.1", 200))

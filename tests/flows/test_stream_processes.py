@@ -17,8 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from fclmodels.data.incoming import REASON
-from tasks.locking import held, locked
+from fclmodels.data.arrivals.arrival_folders import REASON
+from fclmodels.storage.files import is_locked, lock_file
 
 KILLS = 4
 LOCK = Path(".fcl/locks/stream-arrivals")
@@ -30,17 +30,17 @@ WaitFor = Callable[[Callable[[], Any], Path], Any]
 
 @pytest.fixture
 def project(tmp_path: Path, stream_settings: str) -> Path:
-    return made(tmp_path / "project", stream_settings)
+    return make_project(tmp_path / "project", stream_settings)
 
 
-def made(folder: Path, settings: str) -> Path:
+def make_project(folder: Path, settings: str) -> Path:
     folder.mkdir()
     (folder / "params.yaml").write_text(settings)
     return folder
 
 
-def with_arrivals(folder: Path, arrive: Arrive) -> Path:
-    """Two that can be learned, and one that cannot between them; at the same moments in every folder."""
+def add_arrivals(folder: Path, arrive: Arrive) -> Path:
+    """Add two arrivals that can be learned, and between them one that cannot, with fixed times; return the folder."""
     for moment, (name, *classes) in enumerate([("first", 0, 1), ("broken", 5), ("second", 2, 3)]):
         tree = arrive(folder / "incoming", name, *classes)
         os.utime(tree / "COMPLETE", ns=(10**18 + moment,) * 2)
@@ -48,8 +48,8 @@ def with_arrivals(folder: Path, arrive: Arrive) -> Path:
     return folder
 
 
-def said(folder: Path) -> list[str]:
-    """What `fcl` printed, start by start."""
+def read_logs(folder: Path) -> list[str]:
+    """Return the output of each start of `fcl`."""
     return [log.read_text() for log in sorted(folder.glob("fcl-*.log"))]
 
 
@@ -62,32 +62,32 @@ def test_a_stream_killed_at_random_moments_ends_as_if_it_never_was(
     wait_for: WaitFor,
     arrive: Arrive,
 ) -> None:
-    def at_work(folder: Path) -> "subprocess.Popen[str]":
+    def start_stream(folder: Path) -> "subprocess.Popen[str]":
         process = start(folder, "fcl", "stream", "--once", PREFECT_API_URL=server)
-        wait_for(lambda: held(folder / LOCK) or process.poll() is not None, folder)
+        wait_for(lambda: is_locked(folder / LOCK) or process.poll() is not None, folder)
         return process
 
-    whole = with_arrivals(made(tmp_path / "whole", stream_settings), arrive)
-    undisturbed, begun = at_work(whole), time.monotonic()
-    assert undisturbed.wait() == 0, said(whole)
-    seconds = time.monotonic() - begun
+    undisturbed = add_arrivals(make_project(tmp_path / "undisturbed", stream_settings), arrive)
+    process, started = start_stream(undisturbed), time.monotonic()
+    assert process.wait() == 0, read_logs(undisturbed)
+    seconds = time.monotonic() - started
 
-    with_arrivals(project, arrive)
+    add_arrivals(project, arrive)
     moments = random.Random(0)
     for _ in range(KILLS):
-        process = at_work(project)
+        process = start_stream(project)
         with suppress(subprocess.TimeoutExpired):
             process.wait(moments.uniform(0, 0.6) * seconds)
         process.kill()
-        assert process.wait() in (0, -signal.SIGKILL), said(project)
-    assert at_work(project).wait() == 0, said(project)
-    assert at_work(project).wait() == 0
-    assert said(project)[-1] == "nothing new has arrived\n"
-    assert outcome(project) == outcome(whole)
+        assert process.wait() in (0, -signal.SIGKILL), read_logs(project)
+    assert start_stream(project).wait() == 0, read_logs(project)
+    assert start_stream(project).wait() == 0
+    assert read_logs(project)[-1] == "nothing new has arrived\n"
+    assert read_outcome(project) == read_outcome(undisturbed)
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that a stream leaves behind but times, and what names them: ids, paths, hours."""
+def read_outcome(folder: Path) -> dict[str, Any]:
+    """Return all that a stream leaves, without times, ids, paths and what depends on them."""
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     number = {run.info.run_id: run.data.tags["splits"] for run in runs}
@@ -95,28 +95,28 @@ def outcome(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "streams/arrivals/result.json").read_text())
     versions = client.search_model_versions("name = 'arrivals'")
     return {
-        "stream": digests(folder / "data/streams"),
-        "run folder": digests(folder / "streams", without=("rounds.parquet", "result.json")),
-        "result": {name: value for name, value in result.items() if name not in UNLIKE},
+        "stream": digest_files(folder / "data/streams"),
+        "run folder": digest_files(folder / "streams", without=("rounds.parquet", "result.json")),
+        "result": {name: value for name, value in result.items() if name not in VARYING},
         "steps": sorted(done.name for done in (folder / ".fcl/store/done").iterdir()),
         "aliases": {name: str(v) for name, v in client.get_registered_model("arrivals").aliases.items()},
         "versions": {str(version.version): (version.tags, number[version.run_id]) for version in versions},
-        "runs": {number[run.info.run_id]: tracked(client, run) for run in runs},
+        "runs": {number[run.info.run_id]: read_run(client, run) for run in runs},
         "reason": (folder / "incoming/broken" / REASON).read_text(),
-        "left over": sorted(path.name for path in (folder / "data").rglob(".*")),
+        "leftovers": sorted(path.name for path in (folder / "data").rglob(".*")),
     }
 
 
-UNLIKE = ("seconds", "timings", "files", "seal")
+VARYING = ("seconds", "timings", "files", "seal")
 
 
-def digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
+def digest_files(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in without]
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def tracked(client: MlflowClient, run: Run) -> dict[str, Any]:
-    """What MLflow holds of a run, each point of each curve and each model once."""
+def read_run(client: MlflowClient, run: Run) -> dict[str, Any]:
+    """Return MLflow's content of a run: tags, params, each point of each curve, models, artifacts."""
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
     models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     assert run.outputs is not None
@@ -131,7 +131,7 @@ def tracked(client: MlflowClient, run: Run) -> dict[str, Any]:
         },
         "models": [str(model.status) for model in models],
         "outputs": len(run.outputs.model_outputs),
-        "data": [of.dataset.name for of in run.inputs.dataset_inputs],
+        "data": [entry.dataset.name for entry in run.inputs.dataset_inputs],
         "artifacts": sorted(file.path for file in client.list_artifacts(run.info.run_id)),
     }
 
@@ -140,14 +140,14 @@ def test_several_at_once_wait_for_each_other_and_one_of_them_learns(
     project: Path, start: Start, server: str, wait_for: WaitFor, arrive: Arrive
 ) -> None:
     arrive(project / "incoming", "first", 0, 1)
-    waiting = "arrivals: another fcl stream is at it; waiting\n"
-    with locked(project / LOCK):
+    waiting = "arrivals: waiting for another fcl stream\n"
+    with lock_file(project / LOCK):
         nights = [start(project, "fcl", "stream", "--once", PREFECT_API_URL=server) for _ in range(2)]
-        wait_for(lambda: said(project) == [waiting] * 2, project)
+        wait_for(lambda: read_logs(project) == [waiting] * 2, project)
     assert [night.wait() for night in nights] == [0, 0]
-    learned, found_nothing = sorted(said(project), key=len, reverse=True)
-    assert "arrivals: version 1 is the champion.\n" in learned
-    assert found_nothing == f"{waiting}nothing new has arrived\n"
+    learner, idler = sorted(read_logs(project), key=len, reverse=True)
+    assert "arrivals: version 1 is the champion.\n" in learner
+    assert idler == f"{waiting}nothing new has arrived\n"
 
 
 def test_a_stream_that_serves_itself_goes_on_after_a_kill_and_ends_when_asked_to(
@@ -160,31 +160,31 @@ def test_a_stream_that_serves_itself_goes_on_after_a_kill_and_ends_when_asked_to
 
     arrive(project / "incoming", "first", 0, 1)
     serving = serve()
-    wait_for(lambda: held(project / LOCK), project)
+    wait_for(lambda: is_locked(project / LOCK), project)
     for child in psutil.Process(serving.pid).children():
         if "spawn_main" in " ".join(child.cmdline()):
             child.kill()
-    wait_for(lambda: "version 1 is the champion" in said(project)[0], project)
-    ended_by(serving, signal.SIGTERM)
+    wait_for(lambda: "version 1 is the champion" in read_logs(project)[0], project)
+    end_with(serving, signal.SIGTERM)
 
     arrive(project / "incoming", "second", 2, 3)
     serving = serve()
-    wait_for(lambda: "version 2 is the champion" in said(project)[1], project)
-    ended_by(serving, signal.SIGINT)
-    assert not any(word in "".join(said(project)) for word in ("Traceback", "Warning"))
+    wait_for(lambda: "version 2 is the champion" in read_logs(project)[1], project)
+    end_with(serving, signal.SIGINT)
+    assert not any(word in "".join(read_logs(project)) for word in ("Traceback", "Warning"))
     assert [row.version for row in MlflowClient(f"sqlite:///{project}/mlflow.db").search_model_versions()] == [2, 1]
 
 
-def ended_by(process: "subprocess.Popen[str]", end: signal.Signals) -> None:
-    """It ends well, and nothing of it is left."""
+def end_with(process: "subprocess.Popen[str]", end: signal.Signals) -> None:
+    """Send a signal, and check that the process succeeds and that none of its family is left."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(end)
     assert process.wait(300) == 0
-    _, left = psutil.wait_procs(family, 60)
-    assert left == []
+    _, survivors = psutil.wait_procs(family, 60)
+    assert survivors == []
 
 
-def test_no_schedule_is_told_in_one_line(project: Path, start: Start, server: str) -> None:
+def test_a_wrong_schedule_is_reported_in_one_line(project: Path, start: Start, server: str) -> None:
     assert start(project, "fcl", "stream", "--serve", "--cron", "at two", PREFECT_API_URL=server).wait() == 2
     right = 'minute, hour, day, month, weekday, as "0 2 * * *"'
-    assert said(project) == [f'--cron: "at two" is no schedule. Right: {right}.\n']
+    assert read_logs(project) == [f'--cron: "at two" is not a schedule. Right: {right}.\n']

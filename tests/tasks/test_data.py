@@ -1,21 +1,21 @@
-"""What a folder of data was made from, and whether settings still ask for it."""
+"""The origin of a folder of data, and whether it matches settings."""
 
 from pathlib import Path
 
 import pytest
 
-from fclmodels.params import load
-from fclmodels.settings import Params
-from tasks.data import origin_of_prepared, origin_of_splits
+from fclmodels.settings.load import load_params
+from fclmodels.settings.schema import Params
+from tasks.data import get_prepared_origin, get_splits_origin
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Params:
     (tmp_path / "params.yaml").write_text(f"data: {{source: digits, root: {tmp_path}/raw}}\nstream: {{tasks: 5}}\n")
-    return load(tmp_path / "params.yaml")
+    return load_params(tmp_path / "params.yaml")
 
 
-def changed(settings: Params, block: str, **values: object) -> Params:
+def change(settings: Params, block: str, **values: object) -> Params:
     return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
 
 
@@ -28,30 +28,30 @@ def changed(settings: Params, block: str, **values: object) -> Params:
         ("federation", {"rounds": 99}, []),
     ],
 )
-def test_a_folder_tells_in_which_settings_it_differs(
+def test_the_settings_in_which_a_folder_differs_are_listed(
     settings: Params, tmp_path: Path, block: str, values: dict[str, object], names: list[str]
 ) -> None:
-    origin_of_splits(settings).note(tmp_path / "splits")
-    assert origin_of_splits(changed(settings, block, **values)).differs_from(tmp_path / "splits") == names
+    get_splits_origin(settings).write_note(tmp_path / "splits")
+    assert get_splits_origin(change(settings, block, **values)).list_differences(tmp_path / "splits") == names
 
 
 def test_prepared_data_do_not_depend_on_how_they_are_split(settings: Params) -> None:
-    assert origin_of_prepared(settings) == origin_of_prepared(changed(settings, "stream", tasks=2))
+    assert get_prepared_origin(settings) == get_prepared_origin(change(settings, "stream", tasks=2))
 
 
 def test_other_raw_files_are_other_data(settings: Params, tmp_path: Path) -> None:
-    embedded, settings = origin_of_prepared(settings), changed(settings, "data", source="image-folder")
-    before = origin_of_prepared(settings)
+    embedded, settings = get_prepared_origin(settings), change(settings, "data", source="image-folder")
+    before = get_prepared_origin(settings)
     (tmp_path / "raw" / "cats").mkdir(parents=True)
     (tmp_path / "raw" / "cats" / "1.png").write_bytes(b"cat")
-    with_a_cat = origin_of_prepared(settings)
+    with_a_cat = get_prepared_origin(settings)
     (tmp_path / "raw" / "cats" / "1.png").write_bytes(b"another cat")
-    assert len({before.name, with_a_cat.name, origin_of_prepared(settings).name}) == 3
-    assert origin_of_prepared(changed(settings, "data", source="digits")) == embedded  # which reads none of them
+    assert len({before.name, with_a_cat.name, get_prepared_origin(settings).name}) == 3
+    assert get_prepared_origin(change(settings, "data", source="digits")) == embedded  # which reads none of them
 
 
 def test_a_folder_without_a_note_is_not_trusted(settings: Params, tmp_path: Path) -> None:
-    assert origin_of_splits(settings).differs_from(tmp_path) == ["no made-from.json"]
-    for spoilt in ("{", "[1]", "3"):
-        (tmp_path / "made-from.json").write_text(spoilt)
-        assert origin_of_splits(settings).differs_from(tmp_path) == ["no made-from.json"]
+    assert get_splits_origin(settings).list_differences(tmp_path) == ["no made-from.json"]
+    for text in ("{", "[1]", "3"):
+        (tmp_path / "made-from.json").write_text(text)
+        assert get_splits_origin(settings).list_differences(tmp_path) == ["no made-from.json"]

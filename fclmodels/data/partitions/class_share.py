@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
 from fclmodels.errors import UserError
-from fclmodels.settings import PartitionSettings
+from fclmodels.settings.schema import PartitionSettings
 
 
 class ClassShare(Partition):
@@ -32,14 +32,16 @@ class ClassShare(Partition):
         return self.settings.samples == "shared"
 
     def allot(self, portion: Portion, generator: np.random.Generator) -> np.ndarray:
-        held = self._held(portion, generator)
+        has_class = self._draw_classes(portion, generator)
         if self.shares_images:
-            return np.asarray(held * portion.counts)
-        self._refuse_scarce(portion, held.sum(axis=0))
-        return largest_remainder(held / np.maximum(held.sum(axis=0), 1), portion.counts * held.any(axis=0), generator)
+            return np.asarray(has_class * portion.counts)
+        self._refuse_scarce(portion, has_class.sum(axis=0))
+        return largest_remainder(
+            has_class / np.maximum(has_class.sum(axis=0), 1), portion.counts * has_class.any(axis=0), generator
+        )
 
-    def _held(self, portion: Portion, generator: np.random.Generator) -> np.ndarray:
-        """Who has which class [clients, k]; every class that someone may have, someone has (PIP sec. 3.1)."""
+    def _draw_classes(self, portion: Portion, generator: np.random.Generator) -> np.ndarray:
+        """Draw which clients have which class [clients, k]; every class that some may have, one has (PIP sec. 3.1)."""
         eta, reach = self.settings.eta, portion.may.sum(axis=1)
         sizes = np.floor(eta * reach + 0.5 + 1e-9).astype(int)
         if (sizes < np.minimum(reach, 1)).any():
@@ -48,14 +50,14 @@ class ClassShare(Partition):
                 f"partition.eta: {eta} of the {classes} classes of {portion.name} leaves a client none. "
                 f"Use {np.ceil(50 / classes) / 100} or more."
             )
-        wanted = int(portion.may.any(axis=0).sum())
-        if sizes.sum() < wanted:
+        needed = int(portion.may.any(axis=0).sum())
+        if sizes.sum() < needed:
             raise UserError(
                 f"partition.eta: {(reach > 0).sum()} clients with {eta} of the classes of {portion.name} hold "
-                f"{sizes.sum()} of {wanted}. Use a larger eta, or more clients."
+                f"{sizes.sum()} of {needed}. Use a larger eta, or more clients."
             )
         rank = np.where(portion.may, generator.random(portion.may.shape), 2).argsort(axis=1).argsort(axis=1)
-        return covering(rank < sizes[:, None], portion.may, generator)
+        return cover_classes(rank < sizes[:, None], portion.may, generator)
 
     def _refuse_scarce(self, portion: Portion, holders: np.ndarray) -> None:
         scarce = np.flatnonzero(portion.counts < holders)
@@ -67,11 +69,11 @@ class ClassShare(Partition):
             )
 
 
-def covering(held: np.ndarray, may: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """held [clients, k] with each class that nobody has swapped in for one that several have."""
-    held = held.copy()
-    for c in np.flatnonzero(may.any(axis=0) & ~held.any(axis=0)):
-        spare = held & (held.sum(axis=0) > 1) & may[:, [c]]
-        client, given_up = generator.choice(np.argwhere(spare))
-        held[client, [given_up, c]] = (False, True)
-    return held
+def cover_classes(has_class: np.ndarray, may: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Swap each class that no client has for one that several have: has_class [clients, k]."""
+    has_class = has_class.copy()
+    for c in np.flatnonzero(may.any(axis=0) & ~has_class.any(axis=0)):
+        spare = has_class & (has_class.sum(axis=0) > 1) & may[:, [c]]
+        client, surplus = generator.choice(np.argwhere(spare))
+        has_class[client, [surplus, c]] = (False, True)
+    return has_class

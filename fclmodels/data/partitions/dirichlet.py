@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
 from fclmodels.errors import UserError
-from fclmodels.settings import PartitionSettings
+from fclmodels.settings.schema import PartitionSettings
 
 
 class Dirichlet(Partition):
@@ -33,14 +33,14 @@ class Dirichlet(Partition):
                 f"Use {portion.counts[scarce] // clients}, or fewer clients."
             )
 
-    def law(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
+    def draw_counts(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
         least = self.settings.min_per_class
         shares = generator.dirichlet(np.full(clients, self.settings.alpha), len(counts)).T
-        return nobody_empty(least + largest_remainder(shares, counts - clients * least, generator))
+        return fill_empty_clients(least + largest_remainder(shares, counts - clients * least, generator))
 
 
-def nobody_empty(allotted: np.ndarray) -> np.ndarray:
-    """Whoever has nothing gets one sample from whoever has most, of the class that they have most of."""
+def fill_empty_clients(allotted: np.ndarray) -> np.ndarray:
+    """Give a client without samples one from the client with the most, of that client's largest class."""
     allotted = allotted.copy()
     sizes = allotted.sum(axis=1)
     for client in np.flatnonzero(sizes == 0):

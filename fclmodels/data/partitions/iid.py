@@ -10,7 +10,7 @@ class Iid(Partition):
 
     name = "iid"
 
-    def law(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
+    def draw_counts(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
         classes = generator.permutation(np.repeat(np.arange(len(counts)), counts))
         owners = np.arange(len(classes)) * clients // len(classes)
         return np.bincount(owners * len(counts) + classes, minlength=clients * len(counts)).reshape(clients, -1)

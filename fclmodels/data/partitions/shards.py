@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
 from fclmodels.errors import UserError
-from fclmodels.settings import PartitionSettings
+from fclmodels.settings.schema import PartitionSettings
 
 
 class Shards(Partition):
@@ -37,8 +37,8 @@ class Shards(Partition):
                 f"it has {classes} classes. Use {-(-classes // clients)} or more, or more clients."
             )
 
-    def law(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
-        pieces = shards_of_classes(counts, clients * self.settings.shards, generator)
+    def draw_counts(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
+        pieces = count_shards(counts, clients * self.settings.shards, generator)
         classes = np.repeat(np.arange(len(counts)), pieces)
         sizes = np.concatenate([counts[c] // n + (np.arange(n) < counts[c] % n) for c, n in enumerate(pieces) if n])
         shuffled = generator.permutation(len(classes))
@@ -47,8 +47,8 @@ class Shards(Partition):
         return allotted
 
 
-def shards_of_classes(counts: np.ndarray, shards: int, generator: np.random.Generator) -> np.ndarray:
-    """The number of shards [k] of each class, in proportion to counts [k], at least one where there are samples."""
+def count_shards(counts: np.ndarray, shards: int, generator: np.random.Generator) -> np.ndarray:
+    """Return the number of shards [k] of each class, in proportion to counts [k], at least one where it has samples."""
     pieces = largest_remainder((counts / counts.sum())[:, None], np.array([shards]), generator)[:, 0]
     for c in np.flatnonzero((pieces == 0) & (counts > 0)):
         pieces[[pieces.argmax(), c]] += (-1, 1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
+from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
 
 DIGITS = tuple("0123456789")
 
@@ -14,11 +14,11 @@ class Digits(Source):
     reads_root = False
 
     def catalogue(self) -> Catalogue:
-        return catalogue_of_arrays(self.name, DIGITS, {None: read_digits()})
+        return catalogue_arrays(self.name, DIGITS, {None: read_digits()})
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images [1797, 8, 8], scikit-learn's 0..16 stretched to 0..255, and labels."""
+    """Return images [1797, 8, 8], scikit-learn's 0..16 stretched to 0..255, and labels."""
     from sklearn.datasets import load_digits  # takes a second to import
 
     images, labels = load_digits(return_X_y=True)

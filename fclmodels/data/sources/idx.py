@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from fclmodels.data.decoding import MOST_PIXELS
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
+from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
 from fclmodels.errors import UserError
-from fclmodels.settings import ImageSettings
+from fclmodels.settings.schema import ImageSettings
 
 UNSIGNED_BYTE = 0x08
 MOST_VALUES = 1 << 32
@@ -37,19 +37,19 @@ class Idx(Source):
     settings: Settings
 
     def catalogue(self) -> Catalogue:
-        chosen = self.settings
-        if (chosen.test_images is None) != (chosen.test_labels is None):
+        files = self.settings
+        if (files.test_images is None) != (files.test_labels is None):
             raise UserError("data.test_images and data.test_labels go together. Name both files, or set both to null.")
-        if chosen.test_images is None or chosen.test_labels is None:
-            parts: dict[str | None, tuple[np.ndarray, np.ndarray]] = {None: self._pair(chosen.images, chosen.labels)}
+        if files.test_images is None or files.test_labels is None:
+            parts: dict[str | None, tuple[np.ndarray, np.ndarray]] = {None: self._pair(files.images, files.labels)}
         else:
             parts = {
-                "train": self._pair(chosen.images, chosen.labels),
-                "test": self._pair(chosen.test_images, chosen.test_labels),
+                "train": self._pair(files.images, files.labels),
+                "test": self._pair(files.test_images, files.test_labels),
             }
         numbers = np.unique(np.concatenate([labels for _, labels in parts.values()]))
         numbered = {split: (images, np.searchsorted(numbers, labels)) for split, (images, labels) in parts.items()}
-        return catalogue_of_arrays(self.name, [str(number) for number in numbers], numbered)
+        return catalogue_arrays(self.name, [str(number) for number in numbers], numbered)
 
     def _pair(self, images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.ndarray]:
         images, labels = read_idx(self.settings.root / images_file), read_idx(self.settings.root / labels_file)
@@ -63,7 +63,7 @@ class Idx(Source):
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The values of an idx file of unsigned bytes, or of its .gz beside it."""
+    """Read the values of an idx file of unsigned bytes, or of its .gz beside it."""
     packed = path.with_name(f"{path.name}.gz")
     if not path.exists() and not packed.exists():
         raise UserError(f"{path} is missing, and so is {packed.name}. Put the file there, or set data.root.")
@@ -77,13 +77,13 @@ def read_idx(path: Path) -> np.ndarray:
             count = math.prod(shape)
             if count > MOST_VALUES or math.prod(shape[1:3]) > MOST_PIXELS:
                 raise UserError(f"{path} says that it holds {' x '.join(map(str, shape))} values. That is too many.")
-            # Room is made for what is there: less than the header says, perhaps, or in a packed file any amount more.
+            # Memory grows with the content: the header may say too much, and a packed file may hold any amount more.
             values = bytearray()
             while len(values) <= count and (piece := file.read(min(count + 1 - len(values), PIECE))):
                 values += piece
             if len(shape) != start[3] or len(values) != count:
-                said = " x ".join(map(str, shape))
-                raise UserError(f"{path} is cut short or too long for its {said} values. Get it again.")
+                size = " x ".join(map(str, shape))
+                raise UserError(f"{path} is cut short or too long for its {size} values. Get it again.")
             return np.frombuffer(values, np.uint8).reshape(shape)
     except (OSError, EOFError, ValueError, zlib.error) as problem:
         raise UserError(f"{path} cannot be read ({problem}). Get the file again.") from problem

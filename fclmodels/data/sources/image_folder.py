@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from fclmodels.data.sources.base import Catalogue, Source, table
-from fclmodels.errors import UserError, did_you_mean
-from fclmodels.foreign import open_image
-from fclmodels.settings import ImageSettings
+from fclmodels.data.sources.base import Catalogue, Source, make_table
+from fclmodels.errors import UserError, suggest_name
+from fclmodels.settings.schema import ImageSettings
+from fclmodels.storage.untrusted import open_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -33,18 +33,20 @@ class ImageFolder(Source):
         top = self.settings.root / self.settings.folder
         if not top.is_dir():
             beside = [path.name for path in top.parent.iterdir() if path.is_dir()] if top.parent.is_dir() else []
-            hint = f" {did_you_mean(top.name, beside)}" if beside else ""
+            hint = f" {suggest_name(top.name, beside)}" if beside else ""
             raise UserError(f"data.folder: {top} is not a folder. Name the one that holds one folder a class.{hint}")
-        leaves = list(self._leaves(top))
-        classes = _numbered(folder.name for _, _, folder in leaves)
-        domains = _numbered(domain for _, domain, _ in leaves)
-        found = [(split, domain, folder.name, path) for split, domain, folder in leaves for path in images_in(folder)]
-        if not found:
+        folders = list(self._find_class_folders(top))
+        classes = _number_names(folder.name for _, _, folder in folders)
+        domains = _number_names(domain for _, domain, _ in folders)
+        images = [
+            (split, domain, folder.name, path) for split, domain, folder in folders for path in list_images(folder)
+        ]
+        if not images:
             raise UserError(
                 f"data.folder: {top} holds no images in class folders. Their names end in {', '.join(SUFFIXES)}."
             )
-        splits, of_domain, of_class, paths = zip(*found, strict=True)
-        samples = table(
+        splits, of_domain, of_class, paths = zip(*images, strict=True)
+        samples = make_table(
             label=[classes[name] for name in of_class],
             domain=[domains[name] for name in of_domain],
             official=splits,
@@ -53,48 +55,48 @@ class ImageFolder(Source):
         )
         return Catalogue(tuple(classes), tuple(domains), samples, lambda row: open_image(paths[row]))
 
-    def _leaves(self, top: Path) -> Iterator[tuple[str | None, str, Path]]:
-        """Each class folder with its official split and its domain."""
-        for split, below in official_splits(top):
-            for domain in folders_in(below) if self.settings.domains else (below,):
-                for folder in folders_in(domain):
+    def _find_class_folders(self, top: Path) -> Iterator[tuple[str | None, str, Path]]:
+        """Yield each class folder with its official split and its domain."""
+        for split, below in find_official_splits(top):
+            for domain in list_folders(below) if self.settings.domains else (below,):
+                for folder in list_folders(domain):
                     yield split, domain.name if self.settings.domains else self.name, folder
 
 
-def official_splits(top: Path) -> list[tuple[str | None, Path]]:
-    """The train and test folders of a tree, or the tree itself where it has none."""
-    names = {folder.name for folder in folders_in(top)}
+def find_official_splits(top: Path) -> list[tuple[str | None, Path]]:
+    """Return the train and test folders of a tree, or the tree itself where it has none."""
+    names = {folder.name for folder in list_folders(top)}
     if "train" not in names or not names & {"test", "val"}:
         return [(None, top)]
     if len(names) != 2:
         raise UserError(
             f"data.folder: {top} holds {', '.join(sorted(names))}. Right: train and test, or train and val alone."
         )
-    (held_out,) = names - {"train"}
-    return [("train", top / "train"), ("test", top / held_out)]
+    (test,) = names - {"train"}
+    return [("train", top / "train"), ("test", top / test)]
 
 
-def folders_in(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    for path in found:
+def list_folders(folder: Path) -> list[Path]:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for path in folders:
         if not path.name.isprintable():  # bytes that are no UTF-8 among others
             raise UserError(f"data.folder: {folder} holds {path.name!a}, no readable name for a class. Rename it.")
-    return found
+    return folders
 
 
-def images_in(folder: Path) -> list[str]:
-    """Image files at any depth below the folder, in the order of their paths; none twice where links lead back."""
-    found, seen = [], set()
+def list_images(folder: Path) -> list[str]:
+    """Return image files at any depth below the folder, sorted by path; none twice where links lead back."""
+    images, visited = [], set()
     for parent, below, names in os.walk(folder, followlinks=True):
         below.sort()
-        place = os.stat(parent)
-        if (place.st_dev, place.st_ino) in seen:
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
             below.clear()
             continue
-        seen.add((place.st_dev, place.st_ino))
-        found += [os.path.join(parent, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
-    return sorted(found)
+        visited.add((status.st_dev, status.st_ino))
+        images += [os.path.join(parent, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    return sorted(images)
 
 
-def _numbered(names: Iterable[str]) -> dict[str, int]:
+def _number_names(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(set(names)))}

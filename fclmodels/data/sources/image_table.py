@@ -5,10 +5,10 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field
 
-from fclmodels.data.sources.base import Catalogue, Source, table
-from fclmodels.errors import UserError, unprintable
-from fclmodels.foreign import inside, open_image, read_table
-from fclmodels.settings import ImageSettings
+from fclmodels.data.sources.base import Catalogue, Source, make_table
+from fclmodels.errors import UserError, is_unprintable
+from fclmodels.settings.schema import ImageSettings
+from fclmodels.storage.untrusted import open_image, read_table, resolve_inside
 
 
 class ImageTable(Source):
@@ -25,16 +25,19 @@ class ImageTable(Source):
 
     def catalogue(self) -> Catalogue:
         file = self.settings.root / self.settings.table
-        rows = _checked(file, _read(file))
-        classes, domains = (sorted(rows[name].unique().to_list(), key=_as_numbered) for name in ("label", "client"))
+        rows = _check(file, _read(file))
+        classes, domains = (sorted(rows[name].unique().to_list(), key=_sort_key) for name in ("label", "client"))
         paths = [str(self.settings.table.parent / path) for path in rows["path"]]
-        samples = table(
+        samples = make_table(
             label=[classes.index(label) for label in rows["label"]],
             domain=[domains.index(client) for client in rows["client"]],
             origin=rows["path"].to_list(),
         )
         return Catalogue(
-            tuple(classes), tuple(domains), samples, lambda row: open_image(inside(self.settings.root, paths[row]))
+            tuple(classes),
+            tuple(domains),
+            samples,
+            lambda row: open_image(resolve_inside(self.settings.root, paths[row])),
         )
 
 
@@ -45,8 +48,8 @@ def _read(file: Path) -> pl.DataFrame:
         raise UserError(f"data.table: {file} cannot be read ({problem}). It must be a Parquet file.") from problem
 
 
-def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
-    """Path, label and client as text; without a column client all rows are of one domain."""
+def _check(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return path, label and client as text; without a column client all rows are of one domain."""
     if missing := sorted({"path", "label"} - set(rows.columns)):
         raise UserError(f"data.table: {file} has no column {missing[0]}. Right: path, label and, if you like, client.")
     if "client" not in rows.columns:
@@ -60,15 +63,15 @@ def _checked(file: Path, rows: pl.DataFrame) -> pl.DataFrame:
     for name in rows.columns:
         if count := rows[name].null_count():
             raise UserError(f"data.table: {file}: {name} is empty in {count} rows. Fill it in, or leave the rows out.")
-        if odd := next(filter(unprintable, rows[name].unique(maintain_order=True)), None):
-            raise UserError(f"data.table: {file}: {name} holds {odd!a}, no readable text. Rename it.")
+        if unreadable := next(filter(is_unprintable, rows[name].unique(maintain_order=True)), None):
+            raise UserError(f"data.table: {file}: {name} holds {unreadable!a}, no readable text. Rename it.")
     for path, labels in rows.group_by("path", maintain_order=True).agg(pl.col("label")).iter_rows():
         if len(labels) > 1:
-            given = " and ".join(sorted(set(labels)))
-            raise UserError(f"data.table: {file} lists {path} {len(labels)} times, as {given}. List it once.")
+            names = " and ".join(sorted(set(labels)))
+            raise UserError(f"data.table: {file} lists {path} {len(labels)} times, as {names}. List it once.")
     return rows
 
 
-def _as_numbered(name: str) -> tuple[int, str]:
-    """Numbers in their order, before names."""
+def _sort_key(name: str) -> tuple[int, str]:
+    """Return a key that sorts numbers by value, before names."""
     return (int(name), "") if name.isdecimal() else (1 << 62, name)

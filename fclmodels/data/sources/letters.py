@@ -1,7 +1,7 @@
-"""Drawn Latin letters: what a backbone can be trained on before a stream of digits, without sharing a class with it.
+"""Drawn Latin letters, to pretrain a backbone for a stream of digits without sharing a class with it.
 
-The fonts are those that come with matplotlib, which is not imported. As scikit-learn's digits were made, each letter is
-a bitmap of 4 x 4 bits a pixel, of which a pixel counts the white ones.
+The fonts are those that come with matplotlib, which is not imported. Like scikit-learn's digits, each letter is a
+bitmap of 4 x 4 bits a pixel, and a pixel is the number of white ones.
 
 Left out are letters that stand for a digit at 8 pixels (0: O o Q D, 1: I i l, 2: Z z, 5: S s, 6: G b, 8: B, 9: g q), so
 that no shape of a digit is learned under another name, and small letters that are their capital again once each is
@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
+from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
 from fclmodels.errors import UserError
-from fclmodels.settings import ImageSettings
+from fclmodels.settings.schema import ImageSettings
 
 LETTERS = tuple("ACEFHJKLMNPRTUVWXY" + "adefhjmnrty")
 FONTS = (
@@ -50,47 +50,47 @@ class Letters(Source):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        return (font_folder(),)
+        return (find_font_folder(),)
 
     def catalogue(self) -> Catalogue:
-        images = np.stack([image for letter in LETTERS for image in self._drawn(letter)])
+        images = np.stack([image for letter in LETTERS for image in self._draw(letter)])
         labels = np.repeat(np.arange(len(LETTERS)), self.settings.samples)
-        return catalogue_of_arrays(self.name, LETTERS, {None: (images, labels)})
+        return catalogue_arrays(self.name, LETTERS, {None: (images, labels)})
 
-    def _drawn(self, letter: str) -> Iterator[np.ndarray]:
-        """Samples [H, W] of a letter; the first ones are the same however many there are."""
-        chosen = self.settings
-        random = np.random.default_rng([chosen.seed, ord(letter)])
-        glyphs = [glyph_of(letter, font, pen) for font in FONTS for pen in PENS]
-        for _ in range(chosen.samples):
+    def _draw(self, letter: str) -> Iterator[np.ndarray]:
+        """Yield samples [H, W] of a letter; the first ones are the same however many there are."""
+        settings = self.settings
+        random = np.random.default_rng([settings.seed, ord(letter)])
+        glyphs = [draw_glyph(letter, font, pen) for font in FONTS for pen in PENS]
+        for _ in range(settings.samples):
             glyph = glyphs[random.integers(len(glyphs))]
-            yield as_pixels(flipped(bitmap(glyph, chosen.size * BITS, random), chosen.noise, random))
+            yield average_bits(flip_bits(draw_bitmap(glyph, settings.size * BITS, random), settings.noise, random))
 
 
-def font_folder() -> Path:
-    """Where matplotlib keeps its fonts; finding it imports nothing of matplotlib."""
-    found = importlib.util.find_spec("matplotlib")
-    if found is None or not found.submodule_search_locations:
+def find_font_folder() -> Path:
+    """Return the folder of matplotlib's fonts, without importing matplotlib."""
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is None or not spec.submodule_search_locations:
         raise UserError("data.source: letters are drawn in matplotlib's fonts: pip install 'fclflow[workflow]'")
-    return Path(found.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
+    return Path(spec.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
 
 
-def glyph_of(letter: str, font: str, pen: int) -> Image.Image:
-    """A letter in white on black that fills its image."""
-    path = font_folder() / f"{font}.ttf"
+def draw_glyph(letter: str, font: str, pen: int) -> Image.Image:
+    """Draw a letter in white on black that fills its image."""
+    path = find_font_folder() / f"{font}.ttf"
     try:
         # The basic layout is in every build of Pillow, so that all draw alike.
-        drawn_in = ImageFont.truetype(str(path), POINTS, layout_engine=ImageFont.Layout.BASIC)
+        typeface = ImageFont.truetype(str(path), POINTS, layout_engine=ImageFont.Layout.BASIC)
     except OSError as problem:
         raise UserError(f"data.source: {path} cannot be read ({problem}). Install matplotlib again.") from problem
-    left, top, right, bottom = drawn_in.getbbox(letter, stroke_width=pen)
+    left, top, right, bottom = typeface.getbbox(letter, stroke_width=pen)
     glyph = Image.new("L", (int(right - left), int(bottom - top)))
-    ImageDraw.Draw(glyph).text((-left, -top), letter, 255, drawn_in, stroke_width=pen)
+    ImageDraw.Draw(glyph).text((-left, -top), letter, 255, typeface, stroke_width=pen)
     return glyph.crop(glyph.getbbox())
 
 
-def bitmap(glyph: Image.Image, side: int, random: np.random.Generator) -> np.ndarray:
-    """The glyph's bits [side, side] under a random affine map, about as high as the image."""
+def draw_bitmap(glyph: Image.Image, side: int, random: np.random.Generator) -> np.ndarray:
+    """Draw the glyph's bits [side, side] under a random affine map, about as high as the image."""
     turn, shear = random.uniform(-TURN, TURN), random.uniform(-SHEAR, SHEAR)
     wide, high = random.uniform(1 - STRETCH, 1, 2)
     across, down = side * (0.5 + random.uniform(-SHIFT, SHIFT, 2))
@@ -102,16 +102,16 @@ def bitmap(glyph: Image.Image, side: int, random: np.random.Generator) -> np.nda
     x, y = np.array([glyph.width, glyph.height]) / 2 - back @ [across, down]
     (a, b), (c, d) = back
     # Pillow's coefficients lead from a place in the result to one in the glyph.
-    drawn = glyph.transform((side, side), Image.Transform.AFFINE, (a, b, x, c, d, y), Image.Resampling.BILINEAR)
-    return np.asarray(drawn) >= 128
+    image = glyph.transform((side, side), Image.Transform.AFFINE, (a, b, x, c, d, y), Image.Resampling.BILINEAR)
+    return np.asarray(image) >= 128
 
 
-def flipped(bits: np.ndarray, share: float, random: np.random.Generator) -> np.ndarray:
-    """The bits, each the other way with this probability."""
+def flip_bits(bits: np.ndarray, share: float, random: np.random.Generator) -> np.ndarray:
+    """Flip each bit with this probability."""
     return bits ^ (random.random(bits.shape) < share)
 
 
-def as_pixels(bits: np.ndarray) -> np.ndarray:
-    """uint8 [side / BITS, side / BITS]: the share of white bits in each block, stretched to 0..255."""
+def average_bits(bits: np.ndarray) -> np.ndarray:
+    """Return the share of white bits in each block, stretched to 0..255: uint8 [side / BITS, side / BITS]."""
     blocks = bits.reshape(len(bits) // BITS, BITS, -1, BITS)
     return np.rint(blocks.mean((1, 3)) * 255).astype(np.uint8)

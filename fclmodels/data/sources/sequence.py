@@ -12,10 +12,10 @@ import polars as pl
 from PIL import Image
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.sources.base import Catalogue, Source, part_settings, refuse_doubled
-from fclmodels.errors import UserError, shown
+from fclmodels.data.sources.base import Catalogue, Source, parse_part, refuse_duplicates
+from fclmodels.errors import UserError, format_value
 from fclmodels.plugins import find
-from fclmodels.settings import ImageSettings, SourceSettings
+from fclmodels.settings.schema import ImageSettings, SourceSettings
 
 COMMON = {"size", "channels", "skip_bad", "mean", "std"}
 
@@ -42,9 +42,13 @@ class Sequence(Source):
         super().__init__(settings)
         if not self.settings.parts:
             raise UserError("data.parts is empty. Name at least one source: [{source: mnist}, {source: svhn}].")
-        self.parts = [self._part(i, dict(part)) for i, part in enumerate(self.settings.parts)]
+        self.parts = [self._make_part(i, dict(part)) for i, part in enumerate(self.settings.parts)]
         self.names = [part.get("name", part["source"]) for part in self.settings.parts]
-        refuse_doubled(self.names)
+        refuse_duplicates(self.names)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (*super().modules, *(module for part in self.parts for module in part.modules))
 
     def catalogue(self) -> Catalogue:
         catalogues = [part.catalogue() for part in self.parts]
@@ -65,37 +69,37 @@ class Sequence(Source):
         return Catalogue(
             classes=tuple(classes),
             domains=tuple(self.names),
-            samples=joined(self.names, catalogues, [[classes.index(c) for c in of_part] for of_part in names]),
+            samples=join_samples(self.names, catalogues, [[classes.index(c) for c in of_part] for of_part in names]),
             open=open_row,
             own_label_spaces=own,
         )
 
-    def _part(self, index: int, block: dict[str, Any]) -> Source:
+    def _make_part(self, index: int, block: dict[str, Any]) -> Source:
         where = f"data.parts.{index}"
         if not isinstance(block.get("source"), str):
             raise UserError(f"{where} names no source. Right: {{source: mnist, ...}}.")
         if not isinstance(block.get("name", ""), str):
-            raise UserError(f"{where}.name is {shown(block['name'])}; it must be text.")
+            raise UserError(f"{where}.name is {format_value(block['name'])}; it must be text.")
         if misplaced := block.keys() & COMMON:
             raise UserError(f"{where}: {', '.join(sorted(misplaced))} is common to all parts. Set it in data itself.")
         block.pop("name", None)
         plugin = find("source", block["source"])
         if not issubclass(plugin.Settings, ImageSettings):
             raise UserError(f"{where}: {block['source']} has no images. Use it as data.source, with parts of its own.")
-        return plugin(part_settings(where, plugin.Settings, {"root": self.settings.root} | block))
+        return plugin(parse_part(where, plugin.Settings, {"root": self.settings.root} | block))
 
 
 def refuse_different_classes(names: list[str], catalogues: list[Catalogue]) -> None:
     for name, part in zip(names, catalogues, strict=True):
-        if odd := sorted(set(part.classes) ^ set(catalogues[0].classes)):
+        if unshared := sorted(set(part.classes) ^ set(catalogues[0].classes)):
             raise UserError(
-                f"data.label_space: shared needs the same classes in each part; {odd[0]} is not in both {names[0]} and "
-                f"{name}. Use own."
+                f"data.label_space: shared needs the same classes in each part; {unshared[0]} is not in both "
+                f"{names[0]} and {name}. Use own."
             )
 
 
-def joined(names: list[str], catalogues: list[Catalogue], labels: list[list[int]]) -> pl.DataFrame:
-    """The tables below each other: each is a domain, its labels become these, and groups go on counting."""
+def join_samples(names: list[str], catalogues: list[Catalogue], labels: list[list[int]]) -> pl.DataFrame:
+    """Join the tables: each is a domain, its labels become these, and groups are numbered on."""
     tables = []
     groups = 0
     for domain, (name, part) in enumerate(zip(names, catalogues, strict=True)):

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_of_arrays
+from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
 from fclmodels.data.sources.digits import DIGITS
 from fclmodels.errors import UserError
-from fclmodels.settings import ImageSettings
-from fclmodels.torchvision_guard import torchvision
+from fclmodels.optional.torchvision import import_torchvision
+from fclmodels.settings.schema import ImageSettings
 
 
 class TorchvisionSource(Source):
@@ -31,29 +31,32 @@ class TorchvisionSource(Source):
         top = next((folder for folder in reversed(root.parents) if not folder.exists()), root)
         try:
             opened = {split: self.open(split) for split in ("train", "test")}
-        # Whatever it is (no network, a server's answer, a file cut short), the way out is the same.
+        # The remedy is the same for any cause: no network, a server's answer, a file cut short.
         except Exception as problem:
             reason = (str(problem).strip().splitlines() or [type(problem).__name__])[-1]
             folder = root / self.folder
-            _drop_empty_folders(top)  # torchvision makes them before it knows of the files
+            _drop_empty_folders(top)  # torchvision makes them before it looks for the files
             raise UserError(
                 f"{self.name}: neither found nor downloaded ({reason}). Put {self.files} into {folder}."
             ) from problem
-        parts: dict[str | None, Any] = {split: self.arrays(data) for split, data in opened.items()}
-        return catalogue_of_arrays(self.name, self.classes(opened["train"]), parts)
+        parts: dict[str | None, Any] = {split: self.read_arrays(data) for split, data in opened.items()}
+        return catalogue_arrays(self.name, self.list_classes(opened["train"]), parts)
 
     def open(self, split: str) -> Any:
-        """torchvision's data set of this official split."""
-        return getattr(torchvision().datasets, self.dataset)(self.settings.root, download=True, **self.which(split))
+        """Open torchvision's data set of this official split."""
+        return getattr(import_torchvision().datasets, self.dataset)(
+            self.settings.root, download=True, **self.make_arguments(split)
+        )
 
-    def which(self, split: str) -> dict[str, Any]:
+    def make_arguments(self, split: str) -> dict[str, Any]:
+        """Return torchvision's arguments for an official split."""
         return {"train": split == "train"}
 
-    def arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Images [n, H, W] or [n, H, W, 3] and labels [n]."""
+    def read_arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return images [n, H, W] or [n, H, W, 3] and labels [n]."""
         return np.asarray(data.data), np.asarray(data.targets)
 
-    def classes(self, data: Any) -> tuple[str, ...]:
+    def list_classes(self, data: Any) -> tuple[str, ...]:
         return tuple(data.classes)
 
 
@@ -91,7 +94,7 @@ class FashionMnist(TorchvisionSource):
 class DigitSource(TorchvisionSource):
     """A data set of the ten digits, named plainly: not every one has names, and MNIST's are "0 - zero"."""
 
-    def classes(self, data: Any) -> tuple[str, ...]:
+    def list_classes(self, data: Any) -> tuple[str, ...]:
         return DIGITS
 
 
@@ -119,10 +122,10 @@ class Svhn(DigitSource):
     dataset = "SVHN"
     files = "train_32x32.mat and test_32x32.mat of http://ufldl.stanford.edu/housenumbers"
 
-    def which(self, split: str) -> dict[str, Any]:
+    def make_arguments(self, split: str) -> dict[str, Any]:
         return {"split": split}
 
-    def arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
+    def read_arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
         return data.data.transpose(0, 2, 3, 1), data.labels
 
 
@@ -141,14 +144,14 @@ class Emnist(TorchvisionSource):
 
     settings: Settings
 
-    def which(self, split: str) -> dict[str, Any]:
+    def make_arguments(self, split: str) -> dict[str, Any]:
         return {"split": self.settings.split, "train": split == "train"}
 
-    def arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Upright: EMNIST's files hold each image with its rows and columns exchanged."""
+    def read_arrays(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return upright images: EMNIST's files hold each with rows and columns exchanged."""
         return np.asarray(data.data).swapaxes(1, 2), np.asarray(data.targets) - self._first_label
 
-    def classes(self, data: Any) -> tuple[str, ...]:
+    def list_classes(self, data: Any) -> tuple[str, ...]:
         return tuple(data.classes)[self._first_label :]
 
     @property

@@ -1,4 +1,4 @@
-"""An arrival: all samples of a source are one task, the next one of a stream that grows (data/growing.py)."""
+"""An arrival: all samples of a source are one task, the next one of a growing stream (growing_stream.py)."""
 
 from dataclasses import replace
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from fclmodels.data.streams.base import Layout, Samples, Stream, Task, same_for_all
+from fclmodels.data.streams.base import Layout, PlannedTask, SampleTable, Stream, lay_out_for_all
 from fclmodels.errors import UserError
-from fclmodels.settings import StreamSettings
+from fclmodels.settings.schema import StreamSettings
 
 
 class Arrival(Stream):
-    """all samples are one task: what `fcl stream` makes of each data set that arrives"""
+    """all samples are one task: `fcl stream` makes one of each data set that arrives"""
 
     name = "arrival"
 
@@ -24,19 +24,19 @@ class Arrival(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
-        task = Task(self.settings.task, tuple(range(len(samples.classes))))
-        layout = same_for_all([task], [np.arange(len(samples.labels))], clients)
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
+        task = PlannedTask(self.settings.task, tuple(range(len(samples.classes))))
+        layout = lay_out_for_all([task], [np.arange(len(samples.labels))], clients)
         if self.settings.owners == "drawn":
             return layout
         (pool,) = layout.pools
         return replace(
-            layout, pools=(replace(pool, owners=clients_named(samples.domain_names, clients)[samples.domains]),)
+            layout, pools=(replace(pool, owners=parse_clients(samples.domain_names, clients)[samples.domains]),)
         )
 
 
-def clients_named(names: tuple[str, ...], clients: int) -> np.ndarray:
-    """The client that each domain is named for."""
+def parse_clients(names: tuple[str, ...], clients: int) -> np.ndarray:
+    """Return the client that each domain is named for."""
     for name in names:
         if not (name.isdecimal() and int(name) < clients):
             raise UserError(

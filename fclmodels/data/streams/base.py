@@ -1,7 +1,7 @@
 """A stream turns samples into tasks that arrive one after another.
 
-It says which classes and samples each task has and which client meets which class when; how a class's
-samples are divided among its clients is the partition's work.
+It says which classes and samples each task has and in which task a client meets a class; the partition divides a
+class's samples among its clients.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fclmodels.errors import UserError, did_you_mean
-from fclmodels.randomness import seed_of
-from fclmodels.settings import StreamSettings
+from fclmodels.errors import UserError, suggest_name
+from fclmodels.randomness import derive_seed
+from fclmodels.settings.schema import StreamSettings
 
 
 @dataclass(frozen=True)
-class Samples:
-    """The prepared table, a position for each of N samples, with the test rows marked."""
+class SampleTable:
+    """The prepared table of N samples, with the test rows marked."""
 
     labels: np.ndarray  # [N], index into classes
     domains: np.ndarray  # [N], index into domain_names
@@ -26,15 +26,15 @@ class Samples:
     domain_names: tuple[str, ...]
     own_label_spaces: bool = False
 
-    def of_classes(self, classes: Sequence[int]) -> np.ndarray:
-        """Positions of the samples of these classes."""
-        wanted = np.zeros(len(self.classes), bool)
-        wanted[list(classes)] = True
-        return np.flatnonzero(wanted[self.labels])
+    def find_rows(self, classes: Sequence[int]) -> np.ndarray:
+        """Return the positions of the samples of these classes."""
+        is_member = np.zeros(len(self.classes), bool)
+        is_member[list(classes)] = True
+        return np.flatnonzero(is_member[self.labels])
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedTask:
     """A task; its classes are the source's, in the order in which they get their labels."""
 
     name: str
@@ -45,45 +45,44 @@ class Task:
 
 @dataclass(frozen=True)
 class Pool:
-    """Samples that are divided among the clients in one go.
-
-    task_of [clients, classes of the pool] is the task in which a client meets a class, -1 for never.
-    Pools with the same key are divided by the same random numbers. Where it is promised, a client must get samples of
-    every class that it meets. Where samples belong to clients already, owners [N] says to whom, by position among all.
-    """
+    """Samples that are divided among the clients together."""
 
     name: str
-    rows: np.ndarray
+    rows: np.ndarray  # positions among all samples
     classes: tuple[int, ...]
-    task_of: np.ndarray
-    key: int
-    promised: bool = False
-    owners: np.ndarray | None = None
+    task_of: np.ndarray  # [clients, classes of the pool], the task in which a client meets a class, -1 for never
+    key: int  # pools with the same key are divided by the same random numbers
+    promised: bool = False  # a client must get samples of every class that it meets
+    owners: np.ndarray | None = None  # [N], the client that each of all samples belongs to already
 
 
 @dataclass(frozen=True)
 class Layout:
-    tasks: tuple[Task, ...]
+    """The tasks of a stream and the pools of their samples."""
+
+    tasks: tuple[PlannedTask, ...]
     pools: tuple[Pool, ...]
 
 
 class Stream:
+    """A way to turn samples into tasks."""
+
     name: ClassVar[str]
     Settings: ClassVar[type[StreamSettings]] = StreamSettings
-    head: ClassVar[Literal["growing", "per-task"]] = "growing"  # what the model setting `head: auto` takes
+    head: ClassVar[Literal["growing", "per-task"]] = "growing"  # the meaning of the model setting `head: auto`
 
     def __init__(self, settings: StreamSettings) -> None:
         self.settings = settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         raise NotImplementedError
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
-        return np.random.default_rng(seed_of("stream", self.settings.seed, *purpose))
+        return np.random.default_rng(derive_seed("stream", self.settings.seed, *purpose))
 
 
-def same_for_all(tasks: Sequence[Task], rows: Sequence[np.ndarray], clients: int) -> Layout:
-    """Every client meets all classes of a task in that task: one pool a task."""
+def lay_out_for_all(tasks: Sequence[PlannedTask], rows: Sequence[np.ndarray], clients: int) -> Layout:
+    """Return a layout with one pool a task, in which every client meets all classes of the task."""
     pools = (
         Pool(f"task {t} ({task.name})", part, task.classes, np.full((clients, len(task.classes)), t), key=t)
         for t, (task, part) in enumerate(zip(tasks, rows, strict=True))
@@ -91,19 +90,19 @@ def same_for_all(tasks: Sequence[Task], rows: Sequence[np.ndarray], clients: int
     return Layout(tuple(tasks), tuple(pools))
 
 
-def title(names: Sequence[str]) -> str:
-    """The name of a task that is some classes."""
+def name_task(names: Sequence[str]) -> str:
+    """Return the name of a task from those of its classes."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]} to {names[-1]}, {len(names)} classes"
 
 
-def positions(wanted: Sequence[int | str], names: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Where the wanted names are among the source's; an unknown or repeated one is refused."""
-    texts = [str(name) for name in wanted]
+def find_positions(selection: Sequence[int | str], names: Sequence[str], setting: str) -> tuple[int, ...]:
+    """Return where the selected names are among the source's; UserError for an unknown or repeated one."""
+    texts = [str(name) for name in selection]
     for name in texts:
         if name not in names:
-            raise UserError(f"{setting}: the source has no {name}. {did_you_mean(name, names)}")
+            raise UserError(f"{setting}: the source has no {name}. {suggest_name(name, names)}")
         if texts.count(name) > 1:
             raise UserError(f"{setting}: {name} is named twice. Name it once.")
     return tuple(names.index(name) for name in texts)

@@ -10,9 +10,17 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.streams.base import Layout, Samples, Stream, Task, positions, same_for_all, title
+from fclmodels.data.streams.base import (
+    Layout,
+    PlannedTask,
+    SampleTable,
+    Stream,
+    find_positions,
+    lay_out_for_all,
+    name_task,
+)
 from fclmodels.errors import UserError
-from fclmodels.settings import StreamSettings
+from fclmodels.settings.schema import StreamSettings
 
 Order = Literal["given", "sorted", "shuffled"]
 ORDERS = "order of the classes: given by the source, sorted by name, or shuffled by the seed"
@@ -35,29 +43,29 @@ class ClassIncremental(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
-        groups = self._groups(samples.classes)
-        tasks = [Task(title([samples.classes[c] for c in group]), group) for group in groups]
-        return same_for_all(tasks, [samples.of_classes(group) for group in groups], clients)
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
+        groups = self._group_classes(samples.classes)
+        tasks = [PlannedTask(name_task([samples.classes[c] for c in group]), group) for group in groups]
+        return lay_out_for_all(tasks, [samples.find_rows(group) for group in groups], clients)
 
-    def _groups(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def _group_classes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         s = self.settings
         if s.classes is not None:
-            return named_groups(s.classes, names)
-        order = ordered(names, s.class_order, self.generator("class order"))
-        ends = accumulate(group_sizes(len(names), s.tasks, s.classes_per_task), initial=0)
+            return find_named_groups(s.classes, names)
+        order = order_classes(names, s.class_order, self.generator("class order"))
+        ends = accumulate(find_group_sizes(len(names), s.tasks, s.classes_per_task), initial=0)
         return [tuple(order[start:end]) for start, end in pairwise(ends)]
 
 
-def ordered(names: Sequence[str], order: Order, generator: np.random.Generator) -> list[int]:
-    """All classes in the order in which tasks take them."""
+def order_classes(names: Sequence[str], order: Order, generator: np.random.Generator) -> list[int]:
+    """Return all classes in the order in which they come into tasks."""
     if order == "shuffled":
         return [int(c) for c in generator.permutation(len(names))]
     return sorted(range(len(names)), key=names.__getitem__) if order == "sorted" else list(range(len(names)))
 
 
-def group_sizes(classes: int, tasks: int, per_task: int | tuple[int, ...] | None) -> list[int]:
-    """Classes of each task; where nothing is said, all of them, the first tasks one more than the last."""
+def find_group_sizes(classes: int, tasks: int, per_task: int | tuple[int, ...] | None) -> list[int]:
+    """Return the number of classes of each task; without per_task all, the first tasks one more than the last."""
     if tasks > classes:
         raise UserError(f"stream.tasks: {classes} classes cannot make {tasks} tasks. Use {classes} or fewer.")
     if per_task is None:
@@ -76,12 +84,12 @@ def group_sizes(classes: int, tasks: int, per_task: int | tuple[int, ...] | None
     return sizes
 
 
-def named_groups(groups: Sequence[Sequence[int | str]], names: tuple[str, ...]) -> list[tuple[int, ...]]:
+def find_named_groups(groups: Sequence[Sequence[int | str]], names: tuple[str, ...]) -> list[tuple[int, ...]]:
     if not groups:
         raise UserError("stream.classes: no task is named. Give each task its classes, or leave the setting out.")
     for t, group in enumerate(groups):
         if not group:
             raise UserError(f"stream.classes: task {t} has no class. Name at least one.")
-    found = positions([name for group in groups for name in group], names, "stream.classes")
+    classes = find_positions([name for group in groups for name in group], names, "stream.classes")
     ends = accumulate(map(len, groups), initial=0)
-    return [found[start:end] for start, end in pairwise(ends)]
+    return [classes[start:end] for start, end in pairwise(ends)]

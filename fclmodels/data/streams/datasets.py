@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fclmodels.data.streams.base import Samples
+from fclmodels.data.streams.base import SampleTable
 from fclmodels.data.streams.domain_incremental import DomainIncremental
 from fclmodels.errors import UserError
 
@@ -13,7 +13,7 @@ class Datasets(DomainIncremental):
     name = "datasets"
     head: ClassVar[Literal["growing", "per-task"]] = "per-task"
 
-    def refuse(self, samples: Samples) -> None:
+    def refuse(self, samples: SampleTable) -> None:
         if not samples.own_label_spaces:
             raise UserError(
                 "stream.kind: datasets needs data sets with label spaces of their own. "

@@ -3,9 +3,9 @@
 import numpy as np
 from pydantic import Field
 
-from fclmodels.data.streams.base import Layout, Samples, Stream, Task, positions, same_for_all
+from fclmodels.data.streams.base import Layout, PlannedTask, SampleTable, Stream, find_positions, lay_out_for_all
 from fclmodels.errors import UserError
-from fclmodels.settings import StreamSettings
+from fclmodels.settings.schema import StreamSettings
 
 
 class DomainIncremental(Stream):
@@ -20,19 +20,21 @@ class DomainIncremental(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         self.refuse(samples)
-        wanted = samples.domain_names if self.settings.domains is None else self.settings.domains
-        order = positions(wanted, samples.domain_names, "stream.domains")
+        names = samples.domain_names if self.settings.domains is None else self.settings.domains
+        order = find_positions(names, samples.domain_names, "stream.domains")
         if not order:
             raise UserError("stream.domains: no domain is named. Name at least one, or leave it out to take all.")
         rows = [np.flatnonzero(samples.domains == d) for d in order]
         tasks = [
-            Task(samples.domain_names[d], learned_classes(samples, part)) for d, part in zip(order, rows, strict=True)
+            PlannedTask(samples.domain_names[d], find_learned_classes(samples, part))
+            for d, part in zip(order, rows, strict=True)
         ]
-        return same_for_all(tasks, rows, clients)
+        return lay_out_for_all(tasks, rows, clients)
 
-    def refuse(self, samples: Samples) -> None:
+    def refuse(self, samples: SampleTable) -> None:
+        """Raise UserError where the samples make no such stream."""
         if samples.own_label_spaces:
             raise UserError(
                 "stream.kind: domain-incremental needs one label space, this source's data sets have their own. "
@@ -45,6 +47,6 @@ class DomainIncremental(Stream):
             )
 
 
-def learned_classes(samples: Samples, rows: np.ndarray) -> tuple[int, ...]:
-    """Classes that some of these rows train."""
+def find_learned_classes(samples: SampleTable, rows: np.ndarray) -> tuple[int, ...]:
+    """Return the classes of the train rows among these rows."""
     return tuple(int(c) for c in np.unique(samples.labels[rows[~samples.test[rows]]]))

@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fclmodels.data.streams.base import Layout, Samples, Stream, Task, same_for_all, title
-from fclmodels.data.streams.class_incremental import ORDERS, Order, ordered
+from fclmodels.data.streams.base import Layout, PlannedTask, SampleTable, Stream, lay_out_for_all, name_task
+from fclmodels.data.streams.class_incremental import ORDERS, Order, order_classes
 from fclmodels.errors import UserError
-from fclmodels.settings import StreamSettings
+from fclmodels.settings.schema import StreamSettings
 
 
 class OverlappingClasses(Stream):
@@ -32,25 +32,25 @@ class OverlappingClasses(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         s = self.settings
-        groups = self._groups(samples.classes)
-        rows = [samples.of_classes(group) for group in groups]
+        groups = self._group_classes(samples.classes)
+        rows = [samples.find_rows(group) for group in groups]
         if s.samples == "split":
-            task_of = self._task_of_each(samples, groups)
+            task_of = self._draw_task_of_each(samples, groups)
             rows = [part[task_of[part] == t] for t, part in enumerate(rows)]
-        tasks = [Task(title([samples.classes[c] for c in group]), group) for group in groups]
-        return same_for_all(tasks, rows, clients)
+        tasks = [PlannedTask(name_task([samples.classes[c] for c in group]), group) for group in groups]
+        return lay_out_for_all(tasks, rows, clients)
 
-    def _groups(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def _group_classes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         s = self.settings
-        order = ordered(names, s.class_order, self.generator("class order"))
-        count = number_of_tasks(len(names), s.classes_per_task, s.overlap, s.tasks)
+        order = order_classes(names, s.class_order, self.generator("class order"))
+        count = count_tasks(len(names), s.classes_per_task, s.overlap, s.tasks)
         starts = range(0, count * (s.classes_per_task - s.overlap), s.classes_per_task - s.overlap)
         return [tuple(order[start : start + s.classes_per_task]) for start in starts]
 
-    def _task_of_each(self, samples: Samples, groups: list[tuple[int, ...]]) -> np.ndarray:
-        """The one task of each sample [N]: a class's train samples go evenly to its tasks, so do its test samples."""
+    def _draw_task_of_each(self, samples: SampleTable, groups: list[tuple[int, ...]]) -> np.ndarray:
+        """Draw the task of each sample [N]: a class's train samples, and its test samples, go evenly to its tasks."""
         task_of = np.full(len(samples.labels), -1)
         for c in {c for group in groups for c in group}:
             tasks = [t for t, group in enumerate(groups) if c in group]
@@ -60,13 +60,13 @@ class OverlappingClasses(Stream):
         return task_of
 
 
-def number_of_tasks(classes: int, per_task: int, overlap: int, tasks: int | None) -> int:
-    """T with per_task + (T - 1) * (per_task - overlap) = classes, or the wanted number where so many fit."""
+def count_tasks(classes: int, per_task: int, overlap: int, tasks: int | None) -> int:
+    """Return T with per_task + (T - 1) * (per_task - overlap) = classes, or `tasks` where so many fit."""
     if overlap >= per_task:
         raise UserError(
             f"stream.overlap: {per_task} classes a task cannot overlap by {overlap}. Use {per_task - 1} or less."
         )
-    fitting, left = divmod(classes - overlap, per_task - overlap)
+    fitting, remainder = divmod(classes - overlap, per_task - overlap)
     if fitting < 1 or (tasks or 1) > fitting:
         need = per_task + ((tasks or 1) - 1) * (per_task - overlap)
         right = f"stream.tasks: {fitting}" if fitting else f"stream.classes_per_task: {classes}"
@@ -74,9 +74,9 @@ def number_of_tasks(classes: int, per_task: int, overlap: int, tasks: int | None
             f"stream: {tasks or 1} tasks of {per_task} classes that overlap by {overlap} need {need} classes, "
             f"the source has {classes}. Use {right} or less."
         )
-    if tasks is None and left:
+    if tasks is None and remainder:
         raise UserError(
-            f"stream: tasks of {per_task} classes that overlap by {overlap} leave {left} of {classes} classes over. "
-            f"Set stream.tasks: {fitting} to do without them, or change classes_per_task or overlap."
+            f"stream: tasks of {per_task} classes that overlap by {overlap} leave {remainder} of {classes} classes "
+            f"over. Set stream.tasks: {fitting} to do without them, or change classes_per_task or overlap."
         )
     return tasks or fitting

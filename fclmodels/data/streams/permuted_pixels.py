@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.streams.base import Layout, Samples, Stream, Task, same_for_all
-from fclmodels.data.streams.domain_incremental import learned_classes
-from fclmodels.randomness import seed_of
-from fclmodels.settings import StreamSettings
+from fclmodels.data.streams.base import Layout, PlannedTask, SampleTable, Stream, lay_out_for_all
+from fclmodels.data.streams.domain_incremental import find_learned_classes
+from fclmodels.randomness import derive_seed
+from fclmodels.settings.schema import StreamSettings
 
 
 class PermutedPixels(Stream):
@@ -33,16 +33,18 @@ class PermutedPixels(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         rows = np.arange(len(samples.labels))
-        classes = learned_classes(samples, rows)
-        tasks = [Task(f"permutation {t}", classes, self._permutation(t)) for t in range(self.settings.tasks)]
-        layout = same_for_all(tasks, [rows] * len(tasks), clients)
+        classes = find_learned_classes(samples, rows)
+        tasks = [
+            PlannedTask(f"permutation {t}", classes, self._seed_permutation(t)) for t in range(self.settings.tasks)
+        ]
+        layout = lay_out_for_all(tasks, [rows] * len(tasks), clients)
         if self.settings.dealt == "each-task":
             return layout
         return replace(layout, pools=tuple(replace(pool, key=0) for pool in layout.pools))
 
-    def _permutation(self, task: int) -> int | None:
+    def _seed_permutation(self, task: int) -> int | None:
         if task == 0 and self.settings.first_task == "original":
             return None
-        return seed_of("stream", self.settings.seed, "permutation", task)
+        return derive_seed("stream", self.settings.seed, "permutation", task)

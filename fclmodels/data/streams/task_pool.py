@@ -8,9 +8,9 @@ release does; every other way gives an image to one client for good.
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.streams.base import Layout, Pool, Samples, Stream, Task
+from fclmodels.data.streams.base import Layout, PlannedTask, Pool, SampleTable, Stream
 from fclmodels.errors import UserError
-from fclmodels.settings import StreamSettings
+from fclmodels.settings.schema import StreamSettings
 
 
 class TaskPool(Stream):
@@ -24,39 +24,39 @@ class TaskPool(Stream):
 
     settings: Settings
 
-    def layout(self, samples: Samples, clients: int) -> Layout:
+    def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         tasks, width, classes = self.settings.tasks, self.settings.classes_per_task, len(samples.classes)
         if tasks * width > classes:
             raise UserError(
                 f"stream: {tasks} tasks of {width} classes need {tasks * width} classes, the source has {classes}. "
                 f"Use stream.tasks: {classes // width} or fewer, or fewer classes a task."
             )
-        sequences = np.stack([self._sequence(client, classes) for client in range(clients)])
-        met = sequences[:, : tasks * width].reshape(clients, tasks, width)
+        orders = np.stack([self._draw_sequence(client, classes) for client in range(clients)])
+        sequences = orders[:, : tasks * width].reshape(clients, tasks, width)
         pool = Pool(
             "the task pool",
             np.arange(len(samples.labels)),
             tuple(range(classes)),
-            tasks_of_classes(met, classes),
+            invert_sequences(sequences, classes),
             key=0,
             promised=True,
         )
-        return Layout(tuple(_task(t, met[:, t]) for t in range(tasks)), (pool,))
+        return Layout(tuple(_plan_task(t, sequences[:, t]) for t in range(tasks)), (pool,))
 
-    def _sequence(self, client: int, classes: int) -> np.ndarray:
+    def _draw_sequence(self, client: int, classes: int) -> np.ndarray:
         return self.generator("sequence", client).permutation(classes)
 
 
-def tasks_of_classes(met: np.ndarray, classes: int) -> np.ndarray:
-    """The task [clients, classes] of each class, -1 for none, from the classes of each task [clients, tasks, width]."""
-    clients, tasks, width = met.shape
+def invert_sequences(sequences: np.ndarray, classes: int) -> np.ndarray:
+    """Return each class's task [clients, classes], -1 for none, from each task's classes [clients, tasks, width]."""
+    clients, tasks, width = sequences.shape
     task_of = np.full((clients, classes), -1)
-    np.put_along_axis(task_of, met.reshape(clients, -1), np.repeat(np.arange(tasks), width)[None], axis=1)
+    np.put_along_axis(task_of, sequences.reshape(clients, -1), np.repeat(np.arange(tasks), width)[None], axis=1)
     return task_of
 
 
-def _task(t: int, met: np.ndarray) -> Task:
-    by_client = {client: tuple(int(c) for c in row) for client, row in enumerate(met)}
-    return Task(
+def _plan_task(t: int, classes: np.ndarray) -> PlannedTask:
+    by_client = {client: tuple(int(c) for c in row) for client, row in enumerate(classes)}
+    return PlannedTask(
         f"step {t}", tuple(dict.fromkeys(c for row in by_client.values() for c in row)), classes_by_client=by_client
     )

@@ -1,10 +1,10 @@
 """Conflicts between gradients (STAMP, Definition 1) every `monitors.every` rounds: between clients, and between tasks.
 
-An oracle as in gradients.py: it reads the train rows of all clients at once, whoever takes part in the round, and those
-of tasks long past. g_u^tau is the gradient of L_u^tau(W), the loss of client u on all its rows of its task tau, at the
-global model W before a round, over what local training moves while task t is learned. L_u^tau is as there: over the
-classes known when tau was learned, in evaluation mode, not augmented. What it does not reach, such as rows of a head
-that came later, counts as zeros; what is frozen does not count. Of the clients that have task t:
+An oracle as in gradients.py: it reads the train rows of all clients, whoever takes part in the round, and of earlier
+tasks too. g_u^tau is the gradient of L_u^tau(W), the loss of client u on all its rows of its task tau, at the global
+model W before a round, over the parameters that local training moves while task t is learned. L_u^tau is as there: over
+the classes of when tau was learned, in evaluation mode, not augmented. Parameters that it does not reach, such as later
+rows of a head, count as zeros; frozen ones do not count. For the clients that have task t:
 
     cosine_clients    mean of cos(g_u^t, g_v^t) over all pairs of clients (Figures 6, 21 and 23)
     negative_clients  share of these pairs that are in conflict: a negative cosine (Figures 22 and 24, of one client's)
@@ -14,10 +14,10 @@ that came later, counts as zeros; what is frozen does not count. Of the clients 
 
 Figure 5 does not say which tasks' angles it shows; section 5.2 speaks of alignment "with previously learned tasks", so
 pairs of two earlier tasks are left out. A gradient that is 0 has no direction and makes no pair. The paper has no
-formula of its gradient divergence; here it is in lengths of the mean, along which a server that averages goes.
+formula of its gradient divergence; here it is in lengths of the mean, the direction of a server that averages.
 
-A look takes one pass over each client's rows of each task up to t. It holds the current gradient of every client and
-one more in float32: 4 (n + 1) P bytes for n clients and P parameters, 4.5 GB for 100 clients of 11 million.
+Each measurement takes one pass over each client's rows of each task up to t. In memory are the current gradients of all
+clients and one more in float32: 4 (n + 1) P bytes for n clients and P parameters, 4.5 GB for 100 clients of 11 million.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,25 +26,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.log import Log
+from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.gradients import clients_of, mini_batches, refuse_personal
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
-from fclmodels.numerics.alignment import Named, columns, gram
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.numerics.alignment import Named, gram, iterate_columns
 
 if TYPE_CHECKING:
-    from fclmodels.methods.base import Method
+    from fclmodels.federation.method import Method
 
 
 class Conflicts(Monitor):
+    """Cosines between gradients of clients and of tasks."""
+
     def __init__(self, method: "Method", task: int, log: Log) -> None:
         refuse_personal(method, "conflicts", "gradient")
         super().__init__(task, log)
         self.method = method
 
     def look(self, before: Server, after: Server, round: int) -> None:
-        """At the gradients before a round."""
+        """Note the conflicts between gradients before a round."""
         if round % self.method.run.params.monitors.every:
             return
         moving = self.method.trainable(self.method.networks.load(before.spec, before.weights), before.task).keys()
@@ -58,24 +60,24 @@ class Conflicts(Monitor):
         self.note("negative_clients", negative(between), round)
         if len(G) > 1:
             self.note("divergence", divergence(G), round)
-        of_clients = [found for found in self.with_earlier(before, current, moving).values() if len(found)]
+        of_clients = [values for values in self.with_earlier(before, current, moving).values() if len(values)]
         if of_clients:
-            self.note("cosine_tasks", sum(float(found.mean()) for found in of_clients) / len(of_clients), round)
-            self.note("negative_tasks", sum(negative(found) for found in of_clients) / len(of_clients), round)
+            self.note("cosine_tasks", sum(float(values.mean()) for values in of_clients) / len(of_clients), round)
+            self.note("negative_tasks", sum(negative(values) for values in of_clients) / len(of_clients), round)
 
     def with_earlier(self, server: Server, current: Mapping[int, Named], moving: Collection[str]) -> dict[int, Tensor]:
-        """Of each client: the cosines between its current gradient and those of its earlier tasks."""
-        found: dict[int, list[Tensor]] = {client: [] for client in current}
+        """Return, by client, the cosines between its current gradient and those of its earlier tasks."""
+        by_client: dict[int, list[Tensor]] = {client: [] for client in current}
         for about in range(self.task):
             for _, training in clients_of(self.method, server, about):
                 if (client := training.client.index) in current:
                     earlier = gradient(self.method, server, training, moving)
-                    found[client].append(cosines(inner_products([current[client], earlier])))
-        return {client: torch.cat(of) for client, of in found.items() if of}
+                    by_client[client].append(cosines(inner_products([current[client], earlier])))
+        return {client: torch.cat(values) for client, values in by_client.items() if values}
 
 
 def gradient(method: "Method", server: Server, training: LocalTraining, moving: Collection[str]) -> dict[str, Tensor]:
-    """Of a client's loss on all its rows of a task, over the names that move, in the shapes of the server's weights."""
+    """Return the gradient of a client's loss on its rows of a task, for all that moves, in the server's shapes."""
     parameters = {name: p for name, p in training.network.named_parameters() if name in moving}
     total = {name: torch.zeros_like(server.weights[name], dtype=torch.float32) for name in moving}
     if not parameters:  # nothing that moves now was there when the task was learned
@@ -87,26 +89,29 @@ def gradient(method: "Method", server: Server, training: LocalTraining, moving: 
 
 
 def inner_products(vectors: Sequence[Named]) -> Tensor:
-    """G [n, n]. The products too are in double precision: where gradients all but cancel, their mean is the difference
-    of large numbers, and the square of a small gradient is below the range of single precision."""
-    return gram(chunk.double() for chunk in columns(vectors, list(vectors[0])))
+    """Return the Gram matrix G [n, n] of vectors.
+
+    The products too are in double precision: where gradients all but cancel, their mean is the difference of large
+    numbers, and the square of a small gradient is below the range of single precision.
+    """
+    return gram(chunk.double() for chunk in iterate_columns(vectors, list(vectors[0])))
 
 
 def cosines(G: Tensor) -> Tensor:
-    """Of each pair of vectors, once, by their Gram matrix; pairs with a vector that is 0 are left out."""
+    """Return the cosine of each pair of vectors by their Gram matrix, without pairs with a vector that is 0."""
     norms = G.diagonal().clamp(min=0).sqrt()
     one, other = torch.triu_indices(len(G), len(G), offset=1)
-    found = G[one, other] / norms[one] / norms[other]
-    return found[(norms[one] > 0) & (norms[other] > 0)]
+    values = G[one, other] / norms[one] / norms[other]
+    return values[(norms[one] > 0) & (norms[other] > 0)]
 
 
 def negative(cosines: Tensor) -> float:
-    """The share of negative ones; not a number where there are none at all."""
+    """Return the share of negative cosines; NaN where there are no cosines."""
     return float(cosines.lt(0).double().mean())
 
 
 def divergence(G: Tensor) -> float:
-    """Mean of ||g_u - g|| / ||g||, g the mean of the vectors with this Gram matrix."""
+    """Return the mean of ||g_u - g|| / ||g||, g the mean of the vectors with this Gram matrix."""
     square = G.mean()
-    apart = (G.diagonal() - 2 * G.mean(dim=1) + square).clamp(min=0).sqrt()
-    return float((apart / square.clamp(min=0).sqrt()).mean())
+    distances = (G.diagonal() - 2 * G.mean(dim=1) + square).clamp(min=0).sqrt()
+    return float((distances / square.clamp(min=0).sqrt()).mean())

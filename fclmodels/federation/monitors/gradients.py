@@ -1,20 +1,20 @@
-"""What is let through of gradients, and the losses of old tasks, every `monitors.every` rounds.
+"""The share of gradients that a method lets through, and the losses of old tasks, every `monitors.every` rounds.
 
-An oracle of the simulation: it reads the train rows of all clients at once, and those of tasks long past. W is the
-global model before a round. P is what the method lets through of a change: nothing of what is frozen, all of what is
-neither frozen nor protected; where each client has spans of its own (gpm), what none of them takes out, so that rho and
-beta are upper estimates. As in FedProTIP's section 5 and Figure 2:
+An oracle of the simulation: it reads the train rows of all clients, of earlier tasks too. W is the global model before
+a round. P g is the part of a change g that the method lets through: nothing of frozen weights, all of weights that are
+neither frozen nor protected; where each client has spans of its own (gpm), the part that none of them removes, so that
+rho and beta are upper estimates. As in FedProTIP's section 5 and Figure 2:
 
     rho            ||P grad L_t(W)||^2 / ||grad L_t(W)||^2 of the task t that is being learned (Assumption 4)
     beta           ||P grad L_tau(W)|| / ||grad L_tau(W)|| of each task tau before it (Assumption 5)
-    loss           L_tau right after task t; loss_increase: the same less what it was right after tau
-    theorem_bound  what Theorem 2 (eq. 13) allows loss_increase to be, for plain SGD, with estimated constants:
+    loss           L_tau right after task t; loss_increase: its difference from L_tau right after tau
+    theorem_bound  the bound of loss_increase by Theorem 2 (eq. 13), for plain SGD, with estimated constants:
     second_moment  G^2, the largest client's mean of ||mini-batch gradient of L_tau||^2 (Assumption 3)
     smoothness     L, ||grad L_tau(W') - grad L_tau(W)|| / ||W' - W||, W' the global model after the round
     local_steps    S, of the client that takes most
 
-Seen at a few models only, the largest second_moment and smoothness are lower estimates of G^2 and L: the bound is
-indicative. L_tau is the clients' loss as the method had it while it learned tau, over the classes known then, with the
+Measured at a few models only, the largest second_moment and smoothness are lower estimates of G^2 and L: the bound is
+indicative. L_tau is the clients' loss as the method defined it while it learned tau, over the classes of then, with the
 weights of the average; in evaluation mode, not augmented. Where a method starts each task anew (joint, single-task),
 it is the loss of the last model.
 """
@@ -26,29 +26,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.adapters import shrink_prompts
-from fclmodels.backbones.heads import shrink
+from fclmodels.backbones.model.heads import shrink_heads
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.prompt_adapters import shrink_prompts
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.local import LocalTraining
-from fclmodels.federation.log import Log
+from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.rows import Monitor
-from fclmodels.federation.networks import Networks
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.network_cache import NetworkCache
 
 if TYPE_CHECKING:
-    from fclmodels.methods.base import Method
+    from fclmodels.federation.method import Method
 
 
 class Oracle(Monitor):
+    """Gradients before rounds, and losses after a task."""
+
     def __init__(self, method: "Method", task: int, log: Log) -> None:
         refuse_personal(method, "gradients", "loss")
         super().__init__(task, log)
         self.method = method
 
     def look(self, before: Server, after: Server, round: int) -> None:
-        """At the gradients before a round, and how they have changed by its end."""
+        """Note the gradients before a round, and how much they change during it."""
         if round % self.method.run.params.monitors.every:
             return
         for about in range(self.task + 1):
@@ -64,33 +67,34 @@ class Oracle(Monitor):
             self.note("smoothness", turned / moved if moved else math.nan, round, about)
 
     def task_learned(self, server: Server) -> None:
-        """At the loss on all tasks so far."""
+        """Note the loss on all tasks so far."""
         for about in range(self.task + 1):
             self.note("loss", loss(self.method, server, about), about=about)
         self.note("local_steps", self.method.local_steps(self.task))
 
 
-def refuse_personal(method: "Method", monitor: str, what: str) -> None:
-    if method.personal:
+def refuse_personal(method: "Method", monitor: str, quantity: str) -> None:
+    """Raise UserError where there is no global model whose quantity a monitor could read."""
+    if method.is_personal:
         raise UserError(
             f"monitors.{monitor}: {method.name} leaves a part of the model with each client (batch_norm: local), "
-            f"so there is no global {what} to look at. Set monitors.{monitor} to false, or batch_norm to average."
+            f"so there is no global {quantity} to look at. Set monitors.{monitor} to false, or batch_norm to average."
         )
 
 
 def admissible_share(method: "Method", server: Server, gradient: dict[str, Tensor]) -> float:
-    """||P g||^2 / ||g||^2, with g in the precision of the weights."""
+    """Return ||P g||^2 / ||g||^2, with g in the precision of the weights."""
     trained = method.trainable(method.networks.load(server.spec, server.weights), server.task)
     g = {name: value.to(server.weights[name].dtype) for name, value in gradient.items()}
-    left = method.admissible(server, {name: value for name, value in g.items() if name in trained})
-    whole = squared_norm(g.values())
-    return squared_norm(left.values()) / whole if whole else math.nan
+    admissible = method.admissible(server, {name: value for name, value in g.items() if name in trained})
+    total = squared_norm(g.values())
+    return squared_norm(admissible.values()) / total if total else math.nan
 
 
 def slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor], float]:
-    """grad L_tau, summed in double precision, and the largest client's mean of ||g||^2 over mini-batches.
+    """Return grad L_tau, summed in double precision, and the largest client's mean of ||g||^2 over mini-batches.
 
-    By name and in the shapes of the server's weights; heads that L_tau does not know have no entry.
+    Gradients are by name and in the shapes of the server's weights; later tasks' own heads have no entry.
     """
     clients = clients_of(method, server, task)
     parameters = {name: p for name, p in clients[0][1].network.named_parameters() if name in server.weights}
@@ -107,7 +111,7 @@ def slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor
 
 
 def largest_gradient(method: "Method", server: Server, task: int) -> float:
-    """The largest ||g|| over all clients' mini-batches, of what local training moves."""
+    """Return the largest ||g|| over all clients' mini-batches, for the parameters that local training moves."""
     return max(
         squared_norm(gradients.values()) ** 0.5
         for _, training in clients_of(method, server, task)
@@ -118,14 +122,15 @@ def largest_gradient(method: "Method", server: Server, task: int) -> float:
 def mini_batches(
     method: "Method", training: LocalTraining, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Of each of a client's mini-batches: how many samples it has, and the gradient of its loss, by name."""
+    """Yield the number of samples and the gradient of the loss, by name, of each of a client's mini-batches."""
     for batch in batches_of(training.client):
-        found = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
-        yield len(batch.labels), {name: g.cpu() for name, g in zip(parameters, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
+        named = zip(parameters, gradients, strict=True)
+        yield len(batch.labels), {name: g.cpu() for name, g in named if g is not None}
 
 
 def loss(method: "Method", server: Server, task: int) -> float:
-    """L_tau."""
+    """Return L_tau."""
     with torch.no_grad():
         return sum(
             share * float(method.loss(training, batch)) * len(batch.labels) / len(training.client.rows)
@@ -135,28 +140,40 @@ def loss(method: "Method", server: Server, task: int) -> float:
 
 
 def clients_of(method: "Method", server: Server, task: int) -> list[tuple[float, LocalTraining]]:
-    """Each client that has a task: its weight p_k, and the global model cut down to the tasks up to that one."""
+    """Return, for each client of a task, its weight p_k and a training on the model shrunk to the tasks up to it."""
     run = method.run
     spec = run.spec(task + 1)
-    weights = shrink(server.weights, spec)
+    weights = shrink_heads(server.weights, spec)
     if spec.adapter is not None:
         weights = shrink_prompts(weights, spec.adapter, task + 1)
-    network = Networks(run.device, method.prepare).load(spec, weights).eval()
-    clients = [Client(k, task, 0, run, run.splits.rows(task, "train", k), {}) for k in run.splits.clients_with(task)]
+    network = NetworkCache(run.device, method.prepare_network).load(spec, weights).eval()
+    clients = [
+        Client(k, task, 0, run, run.splits.select_rows(task, "train", k), {}) for k in run.splits.list_clients(task)
+    ]
     total = sum(client.weight for client in clients)
-    return [(client.weight / total, LocalTraining(method, client, network, {})) for client in clients]
+    return [(client.weight / total, _training_of(method, server, client, network)) for client in clients]
+
+
+def _training_of(method: "Method", server: Server, client: Client, network: Network) -> LocalTraining:
+    """Return a training with the networks that the method has beside the model, as the server has them."""
+    training = LocalTraining(method, client, network, {})
+    training.networks = method.auxiliaries.start(client, method.auxiliaries.payload(server.networks))
+    for module, _ in training.networks.values():
+        module.eval()
+    return training
 
 
 def batches_of(client: Client) -> Iterator[Batch]:
-    """Its train rows, not augmented, in a random order that is always the same."""
+    """Return batches of a client's train rows, not augmented, in a random order that is always the same."""
     order = torch.randperm(len(client.rows), generator=client.generator("monitors"))
-    return client.run.batches.ordered(client.rows.take(order.numpy()), client.run.params.federation.batch_size)
+    return client.run.batches.iterate_ordered(client.rows.take(order.numpy()), client.run.params.federation.batch_size)
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the squared norm of all tensors together, in double precision."""
     return float(sum(tensor.double().square().sum() for tensor in tensors))
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    """Euclidean, over the tensors of these names."""
+    """Return the Euclidean distance over the tensors of these names."""
     return math.sqrt(squared_norm(one[name].double() - other[name].double() for name in names))

@@ -1,25 +1,25 @@
-r"""How far the rounds of a task have come: after every `monitors.every` of them, and after the last one.
+r"""Accuracy and drift during the rounds of a task: after every `monitors.every` of them, and after the last one.
 
-accuracy: the accuracy [0, 1] on the test rows of each task seen so far (about) and their mean (about null), all tasks
-counting the same as in ACC; F.5 of SPECIAL puts their samples together. Where each task has a head of its own the task
-is given, else it is not. It is of the rounds: what a method makes of the model when a task has ended (ema averages it
-then) shows in the accuracy matrix only. One evaluation a look. It looks on: nothing is tuned, chosen or stopped by it.
+accuracy: the accuracy [0, 1] on the test rows of each task so far (about) and their mean (about null), in which all
+tasks count the same as in ACC; F.5 of SPECIAL puts their samples together. It is task-aware where each task has its own
+head, else task-agnostic. It is about rounds: a change of the model at a task's end (ema averages it then) shows in the
+accuracy matrix only. It takes one evaluation; nothing is tuned, chosen or stopped by it.
 
 drift: ||W - W*||, W the model after the round, W* the one that the previous task left, whatever the method makes of it;
 over the parameters that W* has (of a head or prompts that have grown, the old ones), not over running statistics.
 
-drift_bound, where the server anchors its model to W*: what SPECIAL's Lemma 4.9 is about. Its formula is lost; this
-is our own derivation, for plain SGD. With ||g|| <= G for all mini-batches (Assumption 4.1), a client that takes at most
-K steps moves by at most eta_l K G, and so does their weighted mean u. The server makes of round r
+drift_bound, where the server anchors its model to W*: the bound of SPECIAL's Lemma 4.9. The paper's text at hand lacks
+its formula; this is our own derivation, for plain SGD. With ||g|| <= G for all mini-batches (Assumption 4.1), a client
+that takes at most K steps moves by at most eta_l K G, and so does their weighted mean u. The server makes of round r
 
     W_{r+1} - W* = (W_r + eta_g u - W*) / (1 + lambda),    so that    d_{r+1} <= (d_r + eta_g eta_l K G) / (1 + lambda)
 
 with d_0 = 0. By induction d_r <= B = eta_g eta_l K G / lambda for all r, as (B + lambda B) / (1 + lambda) = B. Where
-eta_l or G change from round to round, B is the largest over rounds, by the same induction. Under `lambda: auto` rounds
-have no anchor at times, and so no bound. Here B is that of one look, with G as
+eta_l or G change from round to round, B is the largest over rounds, by the same induction. Under `lambda: auto` some
+rounds have no anchor, and so no bound. Here B is that of one round, with G as
 
-largest_gradient: the largest ||g|| that an oracle sees at W before the round, over all clients' mini-batches, in
-evaluation mode, not augmented. The rounds in between and the steps within a round are not seen: G is a lower estimate.
+largest_gradient: the largest ||g|| at W before the round, over all clients' mini-batches, in evaluation mode, not
+augmented. The rounds in between and the steps within a round are not measured: G is a lower estimate.
 """
 
 import math
@@ -28,16 +28,18 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from fclmodels.federation import evaluation
-from fclmodels.federation.log import Log
+from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.gradients import largest_gradient, refuse_personal, squared_norm
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
-    from fclmodels.methods.base import Method
+    from fclmodels.federation.method import Method
 
 
 class Accuracy(Monitor):
+    """The accuracy on all tasks so far."""
+
     def __init__(self, method: "Method", task: int, log: Log) -> None:
         refuse_personal(method, "accuracy", "model")
         super().__init__(task, log)
@@ -53,6 +55,8 @@ class Accuracy(Monitor):
 
 
 class Drift(Monitor):
+    """The distance from the last task's model, and its bound."""
+
     def __init__(self, method: "Method", task: int, log: Log, start: Server) -> None:
         super().__init__(task, log)
         self.method = method
@@ -69,12 +73,13 @@ class Drift(Monitor):
 
 
 def due(method: "Method", task: int, round: int) -> bool:
-    done = round + 1
-    return done % method.run.params.monitors.every == 0 or done == method.run.rounds(task)
+    """Return whether the settings ask for rows after this round."""
+    count = round + 1
+    return count % method.run.params.monitors.every == 0 or count == method.run.rounds(task)
 
 
 def accuracies_so_far(method: "Method", server: Server) -> dict[int, float]:
-    """On the test rows of each task up to the one being learned that has some."""
+    """Return the accuracy by task, up to the one being learned; of the tasks that have test rows."""
     table = evaluation.evaluate_learned(method, server)
     reading = "task_aware" if server.spec.head == "per-task" else "task_agnostic"
     rows = table.filter(pl.col("reading") == reading, pl.col("client").is_null(), pl.col("total") > 0).sort("task")
@@ -82,14 +87,14 @@ def accuracies_so_far(method: "Method", server: Server) -> dict[int, float]:
 
 
 def drift(method: "Method", server: Server, anchor: Server) -> float:
-    """||W - W*||."""
+    """Return ||W - W*||."""
     parameters = dict(method.networks.load(server.spec, server.weights).named_parameters())
     pairs = [(server.weights[name], anchor.weights[name]) for name in parameters if name in anchor.weights]
     return math.sqrt(squared_norm(w[tuple(map(slice, old.shape))].double() - old.double() for w, old in pairs))
 
 
 def furthest(method: "Method", task: int, round: int) -> float:
-    """eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
+    """Return eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
     optimizer = method.run.params.optimizer
     lr = optimizer.lr * optimizer.lr_decay**round
     return method.server_lr(task) * lr * method.local_steps(task)

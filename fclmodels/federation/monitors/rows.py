@@ -1,4 +1,4 @@
-"""What a monitor is, and the one table of all of them."""
+"""The base class of monitors, and the one table of all of them."""
 
 import math
 from collections.abc import Sequence
@@ -6,43 +6,38 @@ from typing import Any
 
 import polars as pl
 
-from fclmodels.federation.log import Log
+from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.server import Server
-
-SCHEMA = {
-    "monitor": pl.String,
-    "task": pl.Int16,  # being learned, or just learned where there is no round
-    "round": pl.Int32,
-    "about": pl.Int16,  # the task whose accuracy, gradient or loss it is
-    "layer": pl.String,
-    "value": pl.Float64,
-}
+from fclmodels.tables import MONITORS
 
 
 def table(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
-    return pl.DataFrame(rows, schema=SCHEMA)
+    """Return rows as the table of monitors."""
+    return pl.DataFrame(rows, schema=MONITORS)
 
 
 def row(
     monitor: str, task: int, value: float, round: int | None = None, about: int | None = None, layer: str | None = None
 ) -> dict[str, Any]:
-    return dict(zip(SCHEMA, (monitor, task, round, about, layer, value), strict=True))
+    """Return one row of the table."""
+    return dict(zip(MONITORS, (monitor, task, round, about, layer, value), strict=True))
 
 
 class Monitor:
-    """Looks at the training of one task; what it sees goes to a log that the task's checkpoints keep."""
+    """Observes the training of one task; its rows go to a log that is part of the task's checkpoints."""
 
     def __init__(self, task: int, log: Log) -> None:
         self.task = task
         self.log = log
 
     def look(self, before: Server, after: Server, round: int) -> None:
-        """At the global model before and after a round."""
+        """Observe the server before and after a round."""
         raise NotImplementedError
 
     def task_learned(self, server: Server) -> None:
-        """At the model after the task's last round."""
+        """Observe the server after the task's last round."""
 
     def note(self, monitor: str, value: float, round: int | None = None, about: int | None = None) -> None:
+        """Append a row to the log."""
         if math.isfinite(value):  # a share of a gradient that is 0 is not defined: no row
             self.log.append(row(monitor, self.task, value, round, about))

@@ -8,7 +8,7 @@ from fclmodels.numerics.subspace import used_share
 
 
 def used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
-    """used_share of each layer, and the mean over layers; nothing where there are no bases."""
+    """Return the rows used_share of each layer and of their mean; no rows where there are no bases."""
     shares: dict[str | None, float] = {layer: used_share(basis) for layer, basis in bases.items()}
     if shares:
         shares[None] = sum(shares.values()) / len(shares)

@@ -1,10 +1,10 @@
-"""The monitors that a run's settings ask for while a task is learned."""
+"""The monitors that a run's settings switch on while a task is learned."""
 
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from fclmodels.federation.log import Log
+from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.conflicts import Conflicts
 from fclmodels.federation.monitors.gradients import Oracle
 from fclmodels.federation.monitors.progress import Accuracy, Drift
@@ -12,11 +12,11 @@ from fclmodels.federation.monitors.rows import Monitor, table
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
-    from fclmodels.methods.base import Method
+    from fclmodels.federation.method import Method
 
 
 class Watch:
-    """All of them as one; what they see goes to one log."""
+    """All monitors as one, with one log."""
 
     def __init__(self, method: "Method", task: int, log: Log, start: Server) -> None:
         on = method.run.params.monitors

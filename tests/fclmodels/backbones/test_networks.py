@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from fclmodels.backbones.alexnet import AlexNet
 from fclmodels.backbones.cnn import Cnn
 from fclmodels.backbones.mlp import Mlp
-from fclmodels.backbones.network import build
+from fclmodels.backbones.model.network import build_network
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.backbones.resnet18 import ResNet18
-from fclmodels.backbones.spec import ModelSpec
 from fclmodels.errors import UserError
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64)]
@@ -69,7 +69,7 @@ def test_mlp_has_the_size_of_the_paper():
     # 784-400-400-400 with biases; with a head of 10 it is FOT's 4-layer network.
     assert parameters(Mlp(Mlp.Settings()).build((1, 28, 28))) == 784 * 400 + 2 * 400 * 400 + 3 * 400
     spec = ModelSpec({"backbone": "mlp"}, (1, 28, 28), "growing", (tuple(range(10)),))
-    assert parameters(build(spec, torch.Generator())) == 638_810
+    assert parameters(build_network(spec, torch.Generator())) == 638_810
 
 
 def test_alexnet_has_the_size_of_the_paper():
@@ -122,12 +122,33 @@ def test_dropout_is_off_in_evaluation_and_by_setting(kind):
     assert torch.equal(without.train()(x), network.eval()(x))
 
 
+def test_cnn_has_the_same_layers_for_images_of_any_size_from_16_pixels_on():
+    shapes = {
+        side: [p.shape for p in Cnn(Cnn.Settings()).build((3, side, side)).parameters()] for side in (16, 30, 64, 225)
+    }
+    assert shapes[64][4] == (128, 1024)
+    assert all(of_side == shapes[64] for of_side in shapes.values())
+
+
+def test_cnn_averages_the_second_map_and_leaves_a_small_one_as_it_is():
+    x = images(2, 3, 64, 32)
+    network = Cnn(Cnn.Settings()).build((3, 64, 32))
+    first = F.relu(F.max_pool2d(network.conv1(x), 2))
+    second = F.relu(F.max_pool2d(network.conv2(first), 2))
+    fields = second.reshape(2, 64, 4, 4, 4, 2).mean((3, 5))
+    torch.testing.assert_close(network(x), F.relu(network.fc1(fields.flatten(1))))
+    small = images(2, 1, 12, 8)
+    narrow, wide = (Cnn(Cnn.Settings(grid=grid)).build((1, 12, 8)) for grid in (4, 9))
+    wide.load_state_dict(narrow.state_dict())
+    assert torch.equal(narrow(small), wide(small))
+
+
 def test_cnn_learns_the_digits_in_a_second():
     digits = load_digits()
     x = torch.tensor(digits.images[:, None] / 8 - 1, dtype=torch.float32)
     y = torch.tensor(digits.target)
     spec = ModelSpec({"backbone": "cnn"}, (1, 8, 8), "growing", (tuple(range(10)),))
-    network = build(spec, torch.Generator().manual_seed(0))
+    network = build_network(spec, torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     for epoch in range(6):
         order = torch.randperm(1400, generator=torch.Generator().manual_seed(epoch))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fclmodels.backbones.resnet18 import Conv3x3, ResNet18
 from fclmodels.errors import UserError
-from fclmodels.torchvision_guard import torchvision
+from fclmodels.optional.torchvision import import_torchvision
 
 
 def resnet18(shape=(3, 32, 32), **settings):
@@ -23,7 +23,7 @@ def parameters(network):
 def reference():
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        network = torchvision().models.resnet18()
+        network = import_torchvision().models.resnet18()
     network.fc = torch.nn.Identity()
     # Running statistics and affine parameters that are not 0 and 1, so that none can be forgotten.
     generator = torch.Generator().manual_seed(2)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fclmodels.backbones.model.weights import load_weights
 from fclmodels.backbones.swin_t import SwinT
-from fclmodels.backbones.weights import load_weights
 from fclmodels.errors import UserError
-from fclmodels.torchvision_guard import torchvision
+from fclmodels.optional.torchvision import import_torchvision
 
 
 def test_with_torchvisions_weights_it_has_torchvisions_features(tmp_path: Path) -> None:
-    theirs = torchvision().models.swin_t().eval()
+    theirs = import_torchvision().models.swin_t().eval()
     save_file(theirs.state_dict(), tmp_path / "swin.safetensors")
     ours = SwinT(SwinT.Settings(backbone="swin-t")).build((3, 32, 32)).eval()
     load_weights(ours, tmp_path / "swin.safetensors")

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
-from fclmodels.backbones.network import build, frozen_names
-from fclmodels.backbones.spec import ModelSpec
+from fclmodels.backbones.model.network import build_network, list_frozen
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.backbones.transformer import Transformer
 from fclmodels.data.tokens import Tokenizer
 from fclmodels.errors import UserError
-from fclmodels.transformers_guard import transformers
+from fclmodels.optional.transformers import import_transformers
 
 TEXTS = [["the film was good"], ["the film was bad", "not a good plot ."], ["cold"]]
 DISTIL = {
@@ -27,7 +27,7 @@ DISTIL = {
 @pytest.fixture(scope="module")
 def theirs(encoder):
     """The library's model, with the weights that it drew itself."""
-    library = transformers()
+    library = import_transformers()
     torch.manual_seed(3)
     return library.AutoModel.from_config(library.AutoConfig.from_pretrained(encoder)).eval()
 
@@ -42,7 +42,7 @@ def file(theirs, tmp_path):
 def backbone(folder, length=20, weights=None, seed=0, **settings):
     named = {"backbone": "transformer", "folder": str(folder), "weights": weights and str(weights), **settings}
     spec = ModelSpec(named, (2, length), "growing", ((0, 1),))
-    return build(spec, torch.Generator().manual_seed(seed)).backbone.eval()
+    return build_network(spec, torch.Generator().manual_seed(seed)).backbone.eval()
 
 
 def tokens(folder, texts=TEXTS, length=20):
@@ -53,7 +53,7 @@ def tokens(folder, texts=TEXTS, length=20):
 @torch.no_grad()
 def last_states(model, folder, texts):
     """[tokens, F] of each text by itself, not padded."""
-    own = transformers().AutoTokenizer.from_pretrained(folder)
+    own = import_transformers().AutoTokenizer.from_pretrained(folder)
     return [model(**own(*of, return_tensors="pt")).last_hidden_state[0] for of in texts]
 
 
@@ -70,12 +70,12 @@ def test_features_are_those_of_the_librarys_model(encoder, theirs, file, pooling
 @torch.no_grad()
 def test_an_encoder_without_token_types_is_built_too(encoder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DISTIL))
-    library = transformers()
+    library = import_transformers()
     model = library.AutoModel.from_config(library.AutoConfig.from_pretrained(tmp_path)).eval()
     save_file({f"distilbert.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "w.safetensors")
     network = backbone(tmp_path, weights=tmp_path / "w.safetensors")
     assert network.blocks == ("embeddings", *(f"transformer.layer.{i}" for i in range(3)))
-    own = transformers().AutoTokenizer.from_pretrained(encoder)
+    own = import_transformers().AutoTokenizer.from_pretrained(encoder)
     states = [model(**own(*of, return_tensors="pt", return_token_type_ids=False)).last_hidden_state[0] for of in TEXTS]
     assert_close(network(tokens(encoder)), torch.stack([of.mean(0) for of in states]), atol=1e-6, rtol=1e-5)
 
@@ -116,19 +116,19 @@ def test_all_parameters_learn_and_stand_in_a_block(encoder):
 
 
 def test_frozen_and_fresh_blocks_are_layers(encoder, theirs, file):
-    chosen = {"freeze": ["embeddings", "encoder.layer.0"], "fresh": ["encoder.layer.1"]}
+    blocks = {"freeze": ["embeddings", "encoder.layer.0"], "fresh": ["encoder.layer.1"]}
     spec = ModelSpec(
-        {"backbone": "transformer", "folder": str(encoder), "weights": str(file), **chosen}, (2, 20), "growing", ((0,),)
+        {"backbone": "transformer", "folder": str(encoder), "weights": str(file), **blocks}, (2, 20), "growing", ((0,),)
     )
-    network = build(spec, torch.Generator().manual_seed(0))
+    network = build_network(spec, torch.Generator().manual_seed(0))
     read = {f"backbone.{name}": tensor for name, tensor in theirs.state_dict().items() if "pooler" not in name}
     ours = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("heads")}
     assert ours.keys() == read.keys()
-    assert frozen_names(spec, network) == {name for name in ours if "layer.1" not in name}
+    assert list_frozen(spec, network) == {name for name in ours if "layer.1" not in name}
     weights = [name for name in ours if name.endswith("dense.weight")]
     assert {name for name in weights if torch.equal(ours[name], read[name])} == {n for n in weights if "layer.0" in n}
     with pytest.raises(UserError, match=r"^model.freeze: encoder.layer.2 is not a block of transformer. Did you mean"):
-        build(
+        build_network(
             ModelSpec({**spec.settings, "freeze": ["encoder.layer.2"]}, (2, 20), "growing", ((0,),)), torch.Generator()
         )
 
@@ -187,10 +187,10 @@ def test_a_folder_that_makes_no_encoder_is_refused(encoder, tmp_path):
 
 def test_what_it_depends_on_besides_settings(encoder, file, tmp_path):
     def depends_on(folder, **settings):
-        return Transformer(Transformer.Settings(folder=folder, **settings)).depends_on()
+        return Transformer(Transformer.Settings(folder=folder, **settings)).list_dependencies()
 
     own = depends_on(encoder)
-    assert own["transformers"] == transformers().__version__
+    assert own["transformers"] == import_transformers().__version__
     assert depends_on(encoder, weights=file).keys() - own.keys() == {"weights"}
     (tmp_path / "config.json").write_text((encoder / "config.json").read_text().replace("32", "64"))
     assert depends_on(tmp_path)["config"] != own["config"]
@@ -199,7 +199,7 @@ def test_what_it_depends_on_besides_settings(encoder, file, tmp_path):
 @pytest.mark.parametrize("name", ["cnn", "mlp", "resnet18"])
 def test_backbones_refuse_what_they_do_not_read(encoder, name):
     with pytest.raises(UserError, match=rf"^model.backbone: {name} reads images, these samples are texts.$"):
-        build(ModelSpec({"backbone": name}, (2, 20), "growing", ((0, 1),)), torch.Generator())
+        build_network(ModelSpec({"backbone": name}, (2, 20), "growing", ((0, 1),)), torch.Generator())
     images = ModelSpec({"backbone": "transformer", "folder": str(encoder)}, (3, 8, 8), "growing", ((0, 1),))
     with pytest.raises(UserError, match=r"^model.backbone: transformer reads texts, these samples are images.$"):
-        build(images, torch.Generator())
+        build_network(images, torch.Generator())

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from scipy.special import erf, softmax
 from torch import Tensor, nn
 
-from fclmodels.backbones.vit import Attached, Lora, Vit, VitNet, interpolated
-from fclmodels.backbones.weights import load_weights
+from fclmodels.backbones.model.weights import load_weights
+from fclmodels.backbones.vit import Attached, LoraUpdate, Vit, VitNet, resize_positions
 from fclmodels.errors import UserError
-from fclmodels.torchvision_guard import torchvision
+from fclmodels.optional.torchvision import import_torchvision
 
 SMALL = {"patch": 8, "width": 16, "depth": 2, "attention_heads": 2, "mlp_width": 32}
 VIT_B_16 = {"patch": 16, "width": 768, "depth": 12, "attention_heads": 12, "mlp_width": 3072}
@@ -39,7 +39,7 @@ def redrawn(net: nn.Module, scale: float = 0.3) -> nn.Module:
 
 def theirs_of(size: int = 32) -> Any:
     """torchvision's of the same size as ours, without its head."""
-    net = torchvision().models.VisionTransformer(
+    net = import_torchvision().models.VisionTransformer(
         image_size=size, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
     )
     net.heads = nn.Identity()
@@ -91,7 +91,7 @@ def test_each_samples_own_prefixes_reach_keys_and_values(batch: int, rank: int |
     prefixes = {0: drawn(2, batch, 3, 16, seed=1).double(), 1: drawn(2, batch, 4, 16, seed=2).double()}
     lora, added = None, {}
     if rank:
-        lora = Lora(drawn(2, rank, 16, seed=3).double(), drawn(2, 16, rank, seed=4).double(), scale=0.5)
+        lora = LoraUpdate(drawn(2, rank, 16, seed=3).double(), drawn(2, 16, rank, seed=4).double(), scale=0.5)
         added = {1: list((0.5 * lora.B @ lora.A).numpy())}
     attached = {
         0: Attached(prefix=(prefixes[0][0], prefixes[0][1])),
@@ -108,12 +108,12 @@ def test_each_samples_own_prefixes_reach_keys_and_values(batch: int, rank: int |
 def test_of_the_last_layer_only_what_is_read_is_computed(read: int) -> None:
     net, tokens = redrawn(build()).double(), drawn(2, 7, 16).double()
     more = {1: Attached(tokens=drawn(2, 4, 16, seed=1).double())}
-    seen = []
-    net.layers[-1].mlp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    calls = []
+    net.layers[-1].mlp.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape[1]))
     for attached in ({}, more):
         whole, part = net.encode(tokens, attached, read=7), net.encode(tokens, attached, read=read)
         torch.testing.assert_close(part, whole[:, :read], atol=1e-12, rtol=0)
-    assert seen == [7, read, 7, read]
+    assert calls == [7, read, 7, read]
 
 
 def test_with_nothing_attached_features_are_the_class_token() -> None:
@@ -141,8 +141,8 @@ def test_with_torchvisions_weights_it_is_torchvisions(tmp_path: Path, older: boo
 def test_vit_b_16_is_within_reach() -> None:
     with torch.device("meta"):
         ours = build((3, 224, 224), **VIT_B_16)
-        theirs = torchvision().models.vit_b_16()
-    read = {name: w for name, w in ours.own_names(theirs.state_dict()).items() if not name.startswith("heads.")}
+        theirs = import_torchvision().models.vit_b_16()
+    read = {name: w for name, w in ours.rename_tensors(theirs.state_dict()).items() if not name.startswith("heads.")}
     assert {n: w.shape for n, w in read.items()} == {n: w.shape for n, w in ours.state_dict().items()}
     # torchvision's page gives 86,567,656 with a head of 1000 classes.
     assert sum(p.numel() for p in ours.parameters()) == 86_567_656 - 769 * 1000
@@ -159,9 +159,9 @@ def test_it_starts_as_torchvisions() -> None:
     torch.manual_seed(0)
     spread: dict[str, list[list[float]]] = {}
     for _ in range(20):
-        theirs = torchvision().models.VisionTransformer(32, 8, 2, 2, 16, 32)
+        theirs = import_torchvision().models.VisionTransformer(32, 8, 2, 2, 16, 32)
         ours = build()
-        for whose, net in enumerate((ours.own_names(theirs.state_dict()), ours.state_dict())):
+        for whose, net in enumerate((ours.rename_tensors(theirs.state_dict()), ours.state_dict())):
             for name in ours.state_dict():
                 spread.setdefault(name, [[], []])[whose].append(float(net[name].square().mean()))
     for name, (mean_theirs, mean_ours) in spread.items():
@@ -173,7 +173,7 @@ def test_positions_of_another_image_size_are_interpolated_as_torchvision_does(tm
     weights, other = theirs_of(32).state_dict(), theirs_of(size)
     ours = build((3, size, size))
     load_weights(ours, saved(weights, tmp_path))
-    resize = torchvision().models.vision_transformer.interpolate_embeddings
+    resize = import_torchvision().models.vision_transformer.interpolate_embeddings
     other.load_state_dict(resize(size, 8, dict(weights)))
     x = drawn(2, 3, size, size)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_positions_of_another_image_size_are_interpolated_as_torchvision_does(tm
 
 def test_the_class_tokens_position_and_the_corners_stay() -> None:
     old = drawn(1, 1 + 9, 4)
-    new = interpolated(old, (2, 5))
+    new = resize_positions(old, (2, 5))
     assert new.shape == (1, 1 + 10, 4)
     assert torch.equal(new[:, 0], old[:, 0])
     corners_before, corners_after = old[0, 1:].view(3, 3, 4)[::2, ::2], new[0, 1:].view(2, 5, 4)[::1, ::4]

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis.strategies import booleans, integers
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fclmodels.data.augment import augment, brightness, crop, flip, normalise, resize_crop
-from fclmodels.settings import AugmentSettings
+from fclmodels.data.augment import augment, change_brightness, crop, flip, normalise, resize_crop
+from fclmodels.settings.schema import AugmentSettings
 
 EVERYTHING = AugmentSettings(crop_padding=2, flip=True, brightness=0.3, resize_crop=(0.4, 0.9))
 
@@ -72,7 +72,7 @@ def test_half_of_the_images_are_mirrored_the_others_untouched():
 
 def test_brightness_multiplies_each_image_by_one_factor_around_one():
     images = torch.full((5000, 3, 2, 2), 0.5)
-    factors = (brightness(images, 0.4, seeded()) / 0.5).flatten(1)
+    factors = (change_brightness(images, 0.4, seeded()) / 0.5).flatten(1)
     assert_allclose(factors.amin(1), factors.amax(1))
     assert 0.6 <= factors.min() < 0.61
     assert 1.39 < factors.max() <= 1.4
@@ -81,7 +81,7 @@ def test_brightness_multiplies_each_image_by_one_factor_around_one():
 
 def test_brightness_of_bytes_is_rounded_and_cut_off_at_white():
     images = torch.tensor([0, 100, 200, 255], dtype=torch.uint8).view(1, 1, 2, 2).expand(500, -1, -1, -1)
-    black, grey, light, white = brightness(images, 1.0, seeded()).flatten(1).double().T
+    black, grey, light, white = change_brightness(images, 1.0, seeded()).flatten(1).double().T
     dim = grey < 127  # there the factor is below 1.27, and 200 not yet white
     assert (black == 0).all()
     assert_allclose(light[dim], 2 * grey[dim], atol=1.5)

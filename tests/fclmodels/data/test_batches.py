@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fclmodels.data import batches as module
 from fclmodels.data.batches import Batch, Batches
-from fclmodels.data.splits import Rows, Splits
-from fclmodels.settings import AugmentSettings
+from fclmodels.data.splits.split_reader import Rows, Splits
+from fclmodels.settings.schema import AugmentSettings
 
 CPU = torch.device("cpu")
 PLAIN = AugmentSettings()
@@ -32,13 +32,13 @@ def joined(parts: list[Batch]) -> Batch:
 @pytest.fixture
 def everything(splits_of: Callable[..., Splits]) -> tuple[Splits, Rows]:
     splits = splits_of(tasks=3, shape=(2, 5, 4))
-    return splits, Rows.concatenate([splits.rows(task, "train") for task in range(3)])
+    return splits, Rows.concatenate([splits.select_rows(task, "train") for task in range(3)])
 
 
 @pytest.mark.parametrize("size", [1, 7, 96, 1000])
 def test_ordered_batches_are_all_rows_as_they_stand(everything: tuple[Splits, Rows], size: int) -> None:
     splits, rows = everything
-    parts = list(Batches(splits, AugmentSettings(flip=True, crop_padding=1), CPU).ordered(rows, size))
+    parts = list(Batches(splits, AugmentSettings(flip=True, crop_padding=1), CPU).iterate_ordered(rows, size))
     assert [len(part.labels) for part in parts[:-1]] == [size] * (len(parts) - 1)
     whole = joined(parts)
     torch.testing.assert_close(whole.inputs.double(), pixels(splits, rows), rtol=0, atol=1e-5)
@@ -50,7 +50,7 @@ def test_ordered_batches_are_all_rows_as_they_stand(everything: tuple[Splits, Ro
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_shuffled_epoch_has_every_row_once(everything: tuple[Splits, Rows], size: int) -> None:
     splits, rows = everything
-    parts = list(Batches(splits, PLAIN, CPU).shuffled(rows, size, seeded(0)))
+    parts = list(Batches(splits, PLAIN, CPU).iterate_shuffled(rows, size, seeded(0)))
     whole, order = joined(parts), torch.randperm(len(rows), generator=seeded(0))
     assert whole.labels.tolist() == rows.labels[order].tolist()
     torch.testing.assert_close(whole.inputs.double(), pixels(splits, rows.take(order.numpy())), rtol=0, atol=1e-5)
@@ -60,16 +60,16 @@ def test_a_shuffled_epoch_has_every_row_once(everything: tuple[Splits, Rows], si
 def test_where_there_are_no_rows_there_is_no_batch(everything: tuple[Splits, Rows]) -> None:
     splits, rows = everything
     made, none = Batches(splits, PLAIN, CPU), rows.take(np.array([], int))
-    assert [*made.ordered(none, 4), *made.shuffled(none, 4, seeded(0))] == []
+    assert [*made.iterate_ordered(none, 4), *made.iterate_shuffled(none, 4, seeded(0))] == []
 
 
 def test_chunks_are_no_seams(everything: tuple[Splits, Rows], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels are made some batches at once; without augmentation, how many does not show."""
     splits, rows = everything
     made = Batches(splits, PLAIN, CPU)
-    one = joined(list(made.shuffled(rows, 7, seeded(0))))
+    one = joined(list(made.iterate_shuffled(rows, 7, seeded(0))))
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    parts = list(made.shuffled(rows, 7, seeded(0)))
+    parts = list(made.iterate_shuffled(rows, 7, seeded(0)))
     assert [len(part.labels) for part in parts] == [7] * 13 + [5]
     assert torch.equal(joined(parts).inputs, one.inputs)
 
@@ -80,7 +80,7 @@ def test_epochs_differ_and_repeat_with_their_generator(everything: tuple[Splits,
 
     def epochs(seed: int) -> list[Tensor]:
         random = seeded(seed)
-        return [joined(list(made.shuffled(rows, 8, random))).inputs for _ in range(2)]
+        return [joined(list(made.iterate_shuffled(rows, 8, random))).inputs for _ in range(2)]
 
     torch.manual_seed(1)
     first = epochs(0)
@@ -97,7 +97,7 @@ def test_training_is_augmented_and_the_images_are_not_changed(everything: tuple[
     splits, rows = everything
     before = splits.images.clone()
     augmented, plain = (Batches(splits, a, CPU) for a in (AugmentSettings(brightness=0.9), PLAIN))
-    one, two = (joined(list(made.shuffled(rows, 8, seeded(0)))) for made in (augmented, plain))
+    one, two = (joined(list(made.iterate_shuffled(rows, 8, seeded(0)))) for made in (augmented, plain))
     assert one.labels.tolist() == two.labels.tolist()
     assert not torch.equal(one.inputs, two.inputs)
     assert torch.equal(splits.images, before)
@@ -108,8 +108,8 @@ def test_each_task_has_a_permutation_of_its_own_pixels(splits_of: Callable[..., 
     splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
     moves = []
     for task in range(3):
-        rows = splits.rows(task, "test")
-        got = joined(list(Batches(splits, PLAIN, CPU).ordered(rows, 5))).inputs.double()
+        rows = splits.select_rows(task, "test")
+        got = joined(list(Batches(splits, PLAIN, CPU).iterate_ordered(rows, 5))).inputs.double()
         was = pixels(splits, rows)
         positions = []
         for place in range(20):
@@ -128,10 +128,10 @@ def test_each_task_has_a_permutation_of_its_own_pixels(splits_of: Callable[..., 
 def test_tasks_mixed_in_a_batch_keep_their_permutations(splits_of: Callable[..., Splits]) -> None:
     splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
     made = Batches(splits, PLAIN, CPU)
-    rows = [splits.rows(task, "train") for task in range(3)]
-    alone = joined([batch for part in rows for batch in made.ordered(part, 8)])
+    rows = [splits.select_rows(task, "train") for task in range(3)]
+    alone = joined([batch for part in rows for batch in made.iterate_ordered(part, 8)])
     order = np.random.default_rng(0).permutation(len(alone.labels))
-    mixed = joined(list(made.ordered(Rows.concatenate(rows).take(order), 8)))
+    mixed = joined(list(made.iterate_ordered(Rows.concatenate(rows).take(order), 8)))
     assert torch.equal(mixed.inputs, alone.inputs[order])
 
 
@@ -148,12 +148,12 @@ def test_the_permutation_comes_from_the_streams_seed_alone(splits_of: Callable[.
 def test_stored_samples_are_pixels_as_prepared_and_pass_as_the_rows_do(splits_of: Callable[..., Splits]) -> None:
     """Of several tasks at once, each with its own permutation."""
     splits = splits_of(tasks=3, permuted=True, same_classes=True, shape=(2, 5, 4))
-    rows = Rows.concatenate([splits.rows(task, "train") for task in (2, 0, 1)])
+    rows = Rows.concatenate([splits.select_rows(task, "train") for task in (2, 0, 1)])
     made = Batches(splits, PLAIN, CPU)
-    raw = made.raw(rows)
+    raw = made.read_raw(rows)
     assert raw.inputs.dtype == torch.uint8
     assert torch.equal(raw.inputs, splits.images[torch.from_numpy(rows.samples)])
-    expected, got = joined(list(made.ordered(rows, 7))), made.of_raw(raw, seeded(0))
+    expected, got = joined(list(made.iterate_ordered(rows, 7))), made.augment_raw(raw, seeded(0))
     assert all(torch.equal(getattr(got, name), getattr(expected, name)) for name in ("inputs", "labels", "tasks"))
 
 
@@ -162,7 +162,7 @@ def test_stored_samples_are_augmented_as_the_rows_are(everything: tuple[Splits, 
     made = Batches(splits, AugmentSettings(flip=True, crop_padding=1, brightness=0.5), CPU)
     random = seeded(0)
     order = torch.randperm(len(rows), generator=random)
-    got = made.of_raw(made.raw(rows).take(order), made.augmenting(random))
-    (expected,) = made.shuffled(rows, len(rows), seeded(0))
+    got = made.augment_raw(made.read_raw(rows).take(order), made.make_device_generator(random))
+    (expected,) = made.iterate_shuffled(rows, len(rows), seeded(0))
     assert torch.equal(got.inputs, expected.inputs)
     assert got.labels.tolist() == expected.labels.tolist()

@@ -20,10 +20,10 @@ from PIL import Image
 from fclmodels.data import prepare as module
 from fclmodels.data.decoding import CHUNK, decode
 from fclmodels.data.prepare import Prepared, prepare
-from fclmodels.data.sources.base import Source, catalogue_of_arrays
+from fclmodels.data.sources.base import Source, catalogue_arrays
 from fclmodels.errors import UserError
 from fclmodels.plugins import find
-from fclmodels.settings import ImageSettings
+from fclmodels.settings.schema import ImageSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +41,7 @@ class Arrays(Source):
         half = len(self.labels) // 2
         halves = {"train": slice(None, half), "test": slice(half, None)} if self.official else {None: slice(None)}
         parts = {split: (self.images[rows], self.labels[rows]) for split, rows in halves.items()}
-        return catalogue_of_arrays(self.name, self.classes, parts)
+        return catalogue_arrays(self.name, self.classes, parts)
 
 
 def random_images(count, *shape, seed=0):
@@ -207,9 +207,9 @@ def test_size_and_channels_make_mixed_images_alike(bad_tree, tmp_path):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(
         UserError, match=r"channels than most: 2 .* Set data\.skip_bad: true .*, or data\.channels"
-    ) as told:
+    ) as message:
         prepare(tree(bad_tree, size=5), tmp_path / "prepared")
-    assert "data.size" not in str(told.value)
+    assert "data.size" not in str(message.value)
     prepared = prepare(tree(bad_tree, size=5, channels=3), tmp_path / "prepared")
     assert prepared.array.shape == (14, 3, 5, 5)
     assert prepared.meta.skipped == 0
@@ -301,9 +301,9 @@ def test_a_name_with_a_line_end_is_told_in_one_line(tmp_path):
     for name in ("a", "b"):
         (tmp_path / "tree" / name).mkdir(parents=True)
         (tmp_path / "tree" / name / "of\ntwo lines.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"of�two lines\.png: not an image") as told:
+    with pytest.raises(UserError, match=r"of�two lines\.png: not an image") as message:
         prepare(tree(tmp_path, folder="tree"), tmp_path / "prepared")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 def test_a_failure_leaves_the_former_folder_and_nothing_else(tmp_path, monkeypatch):
@@ -361,9 +361,9 @@ def edit(path, **facts):
 def test_a_damaged_file_is_named_with_the_command_that_makes_it_again(tmp_path, name, damage):
     folder = prepare(small(), tmp_path / "prepared").folder
     damage(folder / name)
-    with pytest.raises(UserError, match=rf"{folder / name} .*\. Make it again: fcl prepare\.$") as told:
+    with pytest.raises(UserError, match=rf"{folder / name} .*\. Make it again: fcl prepare\.$") as message:
         Prepared.open(folder)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 def test_a_changed_pixel_is_found_by_verifying(tmp_path):

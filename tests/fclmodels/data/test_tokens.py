@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from fclmodels import transformers_guard
 from fclmodels.data.tokens import Tokenizer
 from fclmodels.errors import UserError
+from fclmodels.optional import transformers
 
 PIECES = ["the", "film", "films", "GOOD", "bad,", "Zürich", "\u00a0", '"']
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map(" ".join)
@@ -21,7 +21,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map(" ".join)
 
 @pytest.fixture(scope="module")
 def own(encoder):
-    return transformers_guard.transformers().AutoTokenizer.from_pretrained(encoder)
+    return transformers.import_transformers().AutoTokenizer.from_pretrained(encoder)
 
 
 @settings(max_examples=30)
@@ -70,7 +70,7 @@ def test_what_holds_no_tokenizer_is_refused(encoder, tmp_path):
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    transformers_guard.transformers.cache_clear()
+    transformers.import_transformers.cache_clear()
     with pytest.raises(
         UserError, match=r"^texts need the package transformers. Install it: pip install 'fclflow\[text\]'.$"
     ):

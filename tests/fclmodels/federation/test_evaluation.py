@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fclmodels import metrics
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation import evaluation
 from fclmodels.federation.prediction import Columns, Prediction
-from fclmodels.federation.run import Run
-from fclmodels.report import words
+from fclmodels.federation.run_context import Run
+from fclmodels.tables import ACCURACY, CONFUSION, HONEST, PAPER
 
 Table = Counter[tuple[str, int, int | None, str]]
 KEY = ["reading", "after", "task", "client"]
@@ -65,7 +64,7 @@ def by_hand(method: Any, learned: int, scored: bool = False) -> ByHand:
 
 
 def table_of(run: Run, predictor: Any, learned: int, alone: bool = False) -> pl.DataFrame:
-    rows = [run.splits.test_rows(task.index) for task in run.splits.tasks]
+    rows = [run.splits.select_test_rows(task.index) for task in run.splits.tasks]
     return evaluation.read(run, predictor, predictor.columns, rows, learned, alone).accuracy
 
 
@@ -94,7 +93,7 @@ def counted(splits: Splits, predictor: ByHand, learned: int) -> dict[tuple, tupl
 
 
 def as_dict(table: pl.DataFrame) -> dict[tuple, tuple[int, int]]:
-    assert table.schema == evaluation.SCHEMA
+    assert table.schema == ACCURACY
     assert not table.select(KEY).is_duplicated().any()
     return {tuple(row[:4]): (row[4], row[5]) for row in table.select(*KEY, "correct", "total").iter_rows()}
 
@@ -135,7 +134,7 @@ def test_batches_side_by_side_are_answered_as_one_after_another(
     splits = coded(own_splits(tasks=3))
     method = method_of(type(method_of()), "evaluation.batch_size=3", splits=splits)
     predictor = by_hand(method, 2, scored=True)
-    rows = [splits.test_rows(task) for task in range(3)]
+    rows = [splits.select_test_rows(task) for task in range(3)]
     seen, together = 0, threading.Barrier(at_once, timeout=20)
 
     def side_by_side(inputs: Tensor) -> Prediction:
@@ -154,7 +153,7 @@ def test_batches_side_by_side_are_answered_as_one_after_another(
 
 def test_a_mistake_beside_others_is_told(own_splits: Callable, method_of: Callable) -> None:
     method = method_of(splits=coded(own_splits()))
-    rows = [method.run.splits.test_rows(task) for task in range(2)]
+    rows = [method.run.splits.select_test_rows(task) for task in range(2)]
     with pytest.raises(ZeroDivisionError):
         evaluation.read(method.run, lambda _: Prediction(1 / 0), by_hand(method, 2).columns, rows, 2, False, 2)
 
@@ -248,7 +247,7 @@ def test_a_network_that_depends_on_the_batch_is_read_twice(
 ) -> None:
     experiment = experiment_of("model.backbone=resnet18", *settings, splits=splits_of(tasks=3))
     result = experiment.run(tmp_path / "run")
-    honest, paper = set(evaluation.HONEST), set(evaluation.PAPER)
+    honest, paper = set(HONEST), set(PAPER)
     assert set(result["metrics"]) == honest | paper
     table = pl.read_parquet(tmp_path / "run" / "accuracy.parquet")
     of_paper = table.filter(pl.col("reading").is_in(sorted(paper)))
@@ -258,7 +257,7 @@ def test_a_network_that_depends_on_the_batch_is_read_twice(
 
 def test_other_networks_have_no_papers_readings(experiment_of: Callable, tmp_path: Path) -> None:
     result = experiment_of("model.backbone=resnet18").run(tmp_path / "run")
-    assert set(result["metrics"]) == set(evaluation.HONEST)
+    assert set(result["metrics"]) == set(HONEST)
 
 
 @pytest.fixture
@@ -280,7 +279,7 @@ def test_in_a_task_pool_each_client_is_judged_by_its_own_classes(pool: Splits, m
     manifest = pl.read_parquet(pool.folder / "manifest.parquet").filter(pl.col("split") == "test")
     for client in range(4):
         for task in range(2):
-            classes = pool.tasks[task].classes_of(client)
+            classes = pool.tasks[task].list_classes(client)
             rows = manifest.filter(pl.col("task") == task, pl.col("label").is_in(classes))
             logits = predictor.logits[rows["sample"].to_numpy()]
             aware = np.array(classes)[logits[:, classes].argmax(1)]
@@ -297,7 +296,7 @@ def test_what_clients_count_comes_together(own_splits: Callable, method_of: Call
     here = table_of(method.run, predictor, 2)
     theirs = {}
     for client in range(splits.clients):
-        rows = [splits.test_rows(task.index, client) for task in splits.tasks]
+        rows = [splits.select_test_rows(task.index, client) for task in splits.tasks]
         theirs[client] = evaluation.encode(
             evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone=False)
         )
@@ -364,7 +363,7 @@ def test_a_batch_is_routed_as_a_whole_only_under_names_of_its_own(
     splits = coded(own_splits(tasks=3, head=head))
     method = method_of(type(method_of()), "evaluation.batch_size=7", splits=splits)
     predictor = Together(by_hand(method, 2, scored=True), [])
-    rows = [splits.test_rows(task) for task in range(3)]
+    rows = [splits.select_test_rows(task) for task in range(3)]
     tables = evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone)
     by_itself = evaluation.read(method.run, predictor.alone, predictor.columns, rows, 2, alone)
 
@@ -390,14 +389,9 @@ def test_a_batch_is_routed_as_a_whole_only_under_names_of_its_own(
     assert set(tables.confusion["reading"]) == set(expected)
 
     others = {"paper_task_aware", "paper_task_agnostic"} if alone else set()
-    assert set(tables.accuracy["reading"]) == {*evaluation.HONEST, *expected} | others
-    beside = pl.col("reading").is_in([*evaluation.HONEST, *others])
+    assert set(tables.accuracy["reading"]) == {*HONEST, *expected} | others
+    beside = pl.col("reading").is_in([*HONEST, *others])
     assert as_dict(tables.accuracy.filter(beside)) == as_dict(by_itself.accuracy.filter(beside))
-
-
-def test_every_reading_has_a_place_in_the_metrics_and_words_for_the_page() -> None:
-    assert metrics.READINGS == evaluation.READINGS
-    assert tuple(words.READINGS) == evaluation.READINGS
 
 
 def test_readings_of_whole_batches_have_learned_tasks_only(own_splits: Callable, method_of: Callable) -> None:
@@ -422,11 +416,11 @@ def test_a_batch_of_one_is_routed_as_its_sample(own_splits: Callable, method_of:
 def test_only_a_method_that_predicts_tasks_has_a_confusion_table(own_splits: Callable, method_of: Callable) -> None:
     splits = coded(own_splits(tasks=3))
     method = method_of(splits=splits)
-    rows = [splits.test_rows(task) for task in range(3)]
+    rows = [splits.select_test_rows(task) for task in range(3)]
     for learned, scored, readings in ((2, False, set()), (2, True, {"task_predicted"}), (0, True, set())):
         predictor = by_hand(method, learned, scored)
         confusion = evaluation.read(method.run, predictor, predictor.columns, rows, learned, alone=False).confusion
-        assert confusion.schema == evaluation.CONFUSION
+        assert confusion.schema == CONFUSION
         assert set(confusion["reading"]) == readings
         assert confusion["count"].sum() == len(readings) * sum(map(len, rows[:learned]))
 
@@ -437,7 +431,7 @@ def test_confusions_that_clients_counted_add_up(own_splits: Callable, method_of:
     predictor = by_hand(method, 2, scored=True)
 
     def tables(client: int | None) -> evaluation.Tables:
-        rows = [splits.test_rows(task.index, client) for task in splits.tasks]
+        rows = [splits.select_test_rows(task.index, client) for task in splits.tasks]
         return evaluation.read(method.run, predictor, predictor.columns, rows, 2, alone=False)
 
     theirs = {client: evaluation.encode(tables(client)) for client in range(splits.clients)}

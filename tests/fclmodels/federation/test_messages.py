@@ -6,19 +6,19 @@ import sys
 import pytest
 import torch
 
-from fclmodels import state
 from fclmodels.federation.messages import Part, SharedBuffer, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.storage import trees
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 # Answers each size with the digest of what it read, then writes the tree back with its numbers doubled.
 ECHO = """
 import sys
-from fclmodels import state
+from fclmodels.storage import trees
 from fclmodels.federation.messages import SharedBuffer
 ours, theirs = (SharedBuffer(int(descriptor)) for descriptor in sys.argv[1:])
 for line in sys.stdin:
     tree = ours.read(int(line))
-    print(state.digest(tree), theirs.write({name: 2 * tensor for name, tensor in tree.items()}), flush=True)
+    print(trees.digest(tree), theirs.write({name: 2 * tensor for name, tensor in tree.items()}), flush=True)
 """
 
 
@@ -38,14 +38,14 @@ def test_what_is_read_is_what_was_written() -> None:
     for size in (5, 5000, 1, 0, 20000, 7):
         tree = {"tensors": tree_of(size), "facts": [1, None, {"a": "b"}]}
         back = buffer.read(buffer.write(tree))
-        assert state.digest(back) == state.digest(tree)
+        assert trees.digest(back) == trees.digest(tree)
 
 
 def test_a_message_of_bytes_holds_the_same_at_addresses_as_torch_would_give() -> None:
     for size in (5, 0, 20000):
         tree = {"tensors": tree_of(size), "facts": [1, None, {"a": "b"}]}
         back = from_bytes(to_bytes(tree))
-        assert state.digest(back) == state.digest(tree)
+        assert trees.digest(back) == trees.digest(tree)
         assert all(tensor.data_ptr() % 64 == 0 for tensor in back["tensors"].values())
 
 
@@ -77,7 +77,7 @@ def test_two_processes_share_buffers_that_grow_both_ways() -> None:
             tree = {"a": torch.arange(size, dtype=torch.float32), "b": torch.ones(size)}
             print(ours.write(tree), file=process.stdin, flush=True)
             digest, answer = process.stdout.readline().split()
-            assert digest == state.digest(tree)
+            assert digest == trees.digest(tree)
             back = theirs.read(int(answer))
             assert torch.equal(back["a"], 2 * tree["a"])
             assert torch.equal(back["b"], 2 * tree["b"])

@@ -1,12 +1,18 @@
-"""Short ways for tests of methods that learn something at the end of each task."""
+"""Short ways for tests of methods that learn something at the end of each task, or bend local training."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from fclmodels.federation.cohort import Cohort
+from fclmodels.backbones.model.network import Network
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.method import Method
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
 
 
 @pytest.fixture
@@ -26,3 +32,17 @@ def after_each_task(federate: Callable[..., Server]) -> Callable[[Any], list[Ser
         return servers
 
     return servers_of
+
+
+@pytest.fixture
+def training_on() -> Callable[..., LocalTraining]:
+    """A client's training on a network that a test has changed after it was loaded."""
+
+    def make(
+        method: Method, client: Client, payload: Payload, network: Network, start: dict[str, Tensor]
+    ) -> LocalTraining:
+        training = LocalTraining(method, client, network, start)
+        method.start_training(training, payload)
+        return training
+
+    return make

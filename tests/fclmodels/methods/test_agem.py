@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fclmodels.data.batches import Batch
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation.client import Client
 from fclmodels.federation.server import Server
-from fclmodels.methods.agem import Agem, corrected
-from fclmodels.methods.episodic import keeping
+from fclmodels.methods.agem import Agem, correct_gradients
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.replay_memory import samples_memory
 
 ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
 
@@ -38,7 +38,7 @@ def test_a_correction_worked_out_by_hand() -> None:
     """g.g_ref = -1 and g_ref.g_ref = 4, so a quarter of g_ref is added."""
     g = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([[2.0]])}
     reference = {"a": torch.tensor([1.0, -1.0]), "b": torch.tensor([[-1.0]]), "old head": torch.tensor([1.0])}
-    result = corrected(g, reference)
+    result = correct_gradients(g, reference)
     assert {name: value.flatten().tolist() for name, value in result.items()} == {
         "a": [1.25, -0.25],
         "b": [1.75],
@@ -48,14 +48,14 @@ def test_a_correction_worked_out_by_hand() -> None:
 
 def test_what_the_reference_does_not_reach_stays() -> None:
     g = {"a": torch.tensor([1.0]), "new head": torch.tensor([5.0])}
-    result = corrected(g, {"a": torch.tensor([-2.0])})
+    result = correct_gradients(g, {"a": torch.tensor([-2.0])})
     assert {name: value.tolist() for name, value in result.items()} == {"a": [0.0], "new head": [5.0]}
 
 
 @pytest.mark.parametrize("reference", [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [2.0, 5.0]])
 def test_a_gradient_that_does_no_harm_is_left_alone(reference: list[float]) -> None:
     g = {"a": torch.tensor([3.0, 0.0])}
-    result = corrected(g, {"a": torch.tensor(reference), "old head": torch.tensor([7.0])})
+    result = correct_gradients(g, {"a": torch.tensor(reference), "old head": torch.tensor([7.0])})
     assert result is g
     assert g["a"].tolist() == [3.0, 0.0]
 
@@ -73,7 +73,7 @@ def test_it_is_the_nearest_gradient_that_does_no_harm(seed: int, scale: float) -
         method="SLSQP",
         options={"ftol": 1e-12},
     ).x
-    result = flat(corrected(named(scale * g), named(reference)))
+    result = flat(correct_gradients(named(scale * g), named(reference)))
     assert_allclose(result, scale * best, atol=scale * 1e-5)
     assert result @ reference > -1e-5 * scale
 
@@ -84,9 +84,9 @@ def second_task(method: Any) -> Server:
 
 def opposed(method: Any, client_of: Callable) -> tuple[Client, Batch]:
     """Client 0 in the second task, which remembers the very images of it, but as the first task's classes."""
-    raw = method.run.batches.raw(method.rows(1, 0))
+    raw = method.run.batches.read_raw(method.rows(1, 0))
     raw = Batch(raw.inputs, 3 - raw.labels, torch.zeros_like(raw.tasks))
-    return client_of(method, 0, 1, memory=keeping(raw)), method.run.batches.of_raw(raw, torch.Generator())
+    return client_of(method, 0, 1, memory=samples_memory(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
 
 def gradients_of(loss: Tensor, network: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -104,8 +104,8 @@ def test_a_step_that_would_do_harm(
     method = method_of(Agem, *ONE_STEP, splits=splits_of(head=head))
     server = second_task(method)
     client, old = opposed(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
-    update = method.train(client, method.payload(server))[0].parts["update"].tensors
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
+    update = method.train(client, method.payload(server)).tensors["update"]
 
     network = method.networks.load(server.spec, server.weights)
     if head == "growing":
@@ -130,9 +130,9 @@ def test_a_step_that_does_no_harm_is_fedavgs(method_of: Callable, client_of: Cal
     updates = []
     for kind in (Agem, FedAvg):
         method = method_of(kind, "federation.batch_size=8", "federation.local_epochs=5", "optimizer.momentum=0.9")
-        memory = keeping(method.run.batches.raw(method.rows(1, 0)))
+        memory = samples_memory(method.run.batches.read_raw(method.rows(1, 0)))
         client = client_of(method, 0, 1, memory=memory)
-        updates.append(method.train(client, method.payload(second_task(method)))[0].parts["update"].tensors)
+        updates.append(method.train(client, method.payload(second_task(method))).tensors["update"])
     assert all(torch.equal(updates[0][name], updates[1][name]) for name in updates[1])
 
 
@@ -142,7 +142,7 @@ def test_a_small_step_does_not_raise_the_loss_of_the_memory(method_of: Callable,
         method = method_of(kind, "federation.batch_size=64", "optimizer.lr=0.001")
         server = second_task(method)
         client, old = opposed(method, client_of)
-        update = method.train(client, method.payload(server))[0].parts["update"].tensors
+        update = method.train(client, method.payload(server)).tensors["update"]
         after = {name: w + update[name] / client.weight for name, w in server.weights.items()}
         before, now = (
             cross_entropy(method.networks.load(server.spec, weights)(old.inputs), old.labels).item()
@@ -157,11 +157,11 @@ def test_the_reference_moves_running_statistics_after_the_batch(method_of: Calla
     """Each by a tenth of the way to its own mean."""
     method = method_of(Agem, *ONE_STEP, "model.backbone=resnet18")
     server = second_task(method)
-    client = client_of(method, 0, 1, memory=keeping(method.run.batches.raw(method.rows(0, 0))))
-    moved = method.train(client, method.payload(server))[0].parts["statistics"].tensors["backbone.bn1.running_mean"]
+    client = client_of(method, 0, 1, memory=samples_memory(method.run.batches.read_raw(method.rows(0, 0))))
+    moved = method.train(client, method.payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
     network = method.networks.load(server.spec, server.weights)
     expected = before = server.weights["backbone.bn1.running_mean"]
     for task in (1, 0):
-        (batch,) = method.run.batches.ordered(method.rows(task, 0), 64)
+        (batch,) = method.run.batches.iterate_ordered(method.rows(task, 0), 64)
         expected = 0.9 * expected + 0.1 * network.backbone.conv1(batch.inputs).mean((0, 2, 3)).detach()
     assert_allclose(moved / client.weight, expected - before, atol=1e-6)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fclmodels import state
-from fclmodels.backbones.norms import counter_names, depends_on_batch, statistics_names
+from fclmodels.backbones.layers.norms import depends_on_batch, list_counters, list_statistics
+from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.messages import Payload
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.storage import trees
 
 RESNET = ("model.backbone=resnet18", "federation.local_epochs=2")
 MEAN, VAR = "backbone.bn1.running_mean", "backbone.bn1.running_var"
@@ -45,11 +46,11 @@ def test_the_count_of_batches_is_never_averaged(
     method = method_of(FedAvg, *RESNET, batch_norm=policy)
     server = federate(method)
     network = method.networks.load(server.spec, server.weights)
-    assert counter_names(network)
-    assert all(server.weights[name].item() == 0 for name in counter_names(network))
-    reply, memory = method.train(client_of(method, 0, 1), method.payload(server))
-    assert not counter_names(network) & set(reply.parts["update"].tensors)
-    assert not counter_names(network) & set(memory.get("statistics", {}))
+    assert list_counters(network)
+    assert all(server.weights[name].item() == 0 for name in list_counters(network))
+    reply, memory = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.payload(server))
+    assert not list_counters(network) & set(reply.parts["update"].tensors)
+    assert not list_counters(network) & set(memory.get("personal", {}))
 
 
 def test_local_statistics_stay_with_their_client(method_of: Callable, client_of: Callable, federate: Callable) -> None:
@@ -57,11 +58,11 @@ def test_local_statistics_stay_with_their_client(method_of: Callable, client_of:
     payload = payload_of(method)
     memories = {}
     for index in (0, 1):
-        reply, memories[index] = method.train(client_of(method, index), payload)
+        reply, memories[index] = method.exchanges[TRAIN].reply(client_of(method, index), payload)
         network = method.networks.load(method.run.spec(1), payload["weights"].tensors)
-        assert set(memories[index]["statistics"]) == statistics_names(network)
-        assert not statistics_names(network) & set(reply.parts["update"].tensors)
-    assert not torch.equal(memories[0]["statistics"][MEAN], memories[1]["statistics"][MEAN])
+        assert set(memories[index]["personal"]) == list_statistics(network)
+        assert not list_statistics(network) & set(reply.parts["update"].tensors)
+    assert not torch.equal(memories[0]["personal"][MEAN], memories[1]["personal"][MEAN])
     start, end = federate(method, 0).weights, federate(method).weights
     assert torch.equal(start[MEAN], end[MEAN])
     assert not torch.equal(start["backbone.bn1.weight"], end["backbone.bn1.weight"])
@@ -71,30 +72,26 @@ def test_local_training_goes_on_from_the_clients_own_statistics(method_of: Calla
     """A running mean moves by a tenth a batch: after one batch 0.9 of where it began is still in it."""
     method = method_of(FedAvg, "model.backbone=resnet18", "federation.batch_size=8", batch_norm="local")
     payload = payload_of(method)
-    _, fresh = method.train(client_of(method, 0), payload)
-    shifted = {
-        name: value + 10
-        for name, value in method.run and payload["weights"].tensors.items()
-        if name in fresh["statistics"]
-    }
-    memory = {"statistics": shifted, "other": 3}
-    before = state.digest(memory)
-    _, after = method.train(client_of(method, 0, memory=memory), payload)
-    torch.testing.assert_close(after["statistics"][MEAN], fresh["statistics"][MEAN] + 9)
+    fresh = method.train(client_of(method, 0), payload).memory
+    shifted = {name: payload["weights"].tensors[name] + 10 for name in fresh["personal"]}
+    memory = {"personal": shifted, "other": 3}
+    before = trees.digest(memory)
+    after = method.train(client_of(method, 0, memory=memory), payload).memory
+    torch.testing.assert_close(after["personal"][MEAN], fresh["personal"][MEAN] + 9)
     assert after["other"] == 3
-    assert state.digest(memory) == before
+    assert trees.digest(memory) == before
 
 
 def test_a_client_predicts_with_its_own_statistics(method_of: Callable, client_of: Callable) -> None:
     method = method_of(FedAvg, *RESNET, batch_norm="local")
-    assert method.personal
+    assert method.is_personal
     payload = payload_of(method)
-    _, memory = method.train(client_of(method, 0), payload)
+    memory = method.train(client_of(method, 0), payload).memory
     x = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         own = method.client_predictor(client_of(method, 0, memory=memory), payload)(x).logits
         newcomer = method.client_predictor(client_of(method, 1), payload)(x).logits
-        network = method.networks.load(method.run.spec(1), payload["weights"].tensors | memory["statistics"]).eval()
+        network = method.networks.load(method.run.spec(1), payload["weights"].tensors | memory["personal"]).eval()
         torch.testing.assert_close(own, network(x))
         network = method.networks.load(method.run.spec(1), payload["weights"].tensors).eval()
         torch.testing.assert_close(newcomer, network(x))
@@ -120,7 +117,7 @@ def test_frozen_statistics_are_learnt_in_the_first_task_and_then_fixed(method_of
     method = method_of(FedAvg, *RESNET, batch_norm="frozen")
     start, first, second = (federate(method, tasks).weights for tasks in (0, 1, 2))
     average = federate(method_of(FedAvg, *RESNET), 1).weights
-    assert state.digest(first) == state.digest(average)
+    assert trees.digest(first) == trees.digest(average)
     for name in (MEAN, VAR):
         assert not torch.equal(start[name], first[name])
         assert torch.equal(first[name], second[name])

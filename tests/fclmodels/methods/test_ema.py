@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fclmodels import state
 from fclmodels.methods.ema import Ema
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.storage import trees
 
 
 def test_a_share_of_0_is_fedavg_to_the_bit(method_of: Callable, federate: Callable) -> None:
     ours, fedavg = federate(method_of(Ema, share=0.0)), federate(method_of(FedAvg))
-    assert state.digest(ours.weights) == state.digest(fedavg.weights)
+    assert trees.digest(ours.weights) == trees.digest(fedavg.weights)
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
@@ -36,7 +36,7 @@ def test_training_starts_from_the_average_and_is_fedavgs(
     _, second, third = after_each_task(method)
     ends = {name: 2 * w - second.weights[name] for name, w in third.weights.items()}
     moved = sum((ends[name] - second.weights[name]).square().sum().item() for name in ends) ** 0.5
-    assert state.digest(third.knowledge["anchor"]) == state.digest(second.weights)
+    assert trees.digest(third.knowledge["anchor"]) == trees.digest(second.weights)
     assert moved == pytest.approx(
         2 * sum((third.weights[n] - second.weights[n]).square().sum().item() for n in ends) ** 0.5, rel=1e-5
     )

@@ -10,11 +10,11 @@ from numpy.testing import assert_allclose
 from torch.nn.functional import cross_entropy
 
 from fclmodels.data.batches import Batch
-from fclmodels.data.splits import Rows, Splits
+from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.federation.client import Client
 from fclmodels.federation.server import Server
-from fclmodels.methods.episodic import keeping
 from fclmodels.methods.er import Er
+from fclmodels.methods.parts.replay_memory import samples_memory
 
 # One step a round, and memories that are drawn whole: what a draw would choose is no matter.
 ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
@@ -30,8 +30,8 @@ def third_task(method: Any) -> Server:
 def remembering(method: Any, client_of: Callable, sizes: tuple[int, ...] = (3, 2)) -> tuple[Client, Batch]:
     """Client 0 in the third task with so many samples of each earlier one in memory."""
     rows = [method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)]
-    raw = method.run.batches.raw(Rows.concatenate(rows))
-    return client_of(method, 0, 2, memory=keeping(raw)), method.run.batches.of_raw(raw, torch.Generator())
+    raw = method.run.batches.read_raw(Rows.concatenate(rows))
+    return client_of(method, 0, 2, memory=samples_memory(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
 
 def head_gradient(W: np.ndarray, b: np.ndarray, f: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,8 +55,8 @@ def test_a_step_of_a_growing_head(
     method = method_of(Er, *ONE_STEP, f"model.loss_over={loss_over}", splits=splits_of(tasks=3))
     server = third_task(method)
     client, old = remembering(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
-    update = method.train(client, method.payload(server))[0].parts["update"].tensors
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
+    update = method.train(client, method.payload(server)).tensors["update"]
 
     W, b = (server.weights[f"heads.0.{part}"].double().numpy() for part in ("weight", "bias"))
     gW, gb = np.zeros_like(W), np.zeros_like(b)
@@ -81,8 +81,8 @@ def test_a_step_of_heads_of_their_own(
     method = method_of(Er, *ONE_STEP, splits=splits_of(tasks=3, head="per-task"))
     server = third_task(method)
     client, old = remembering(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
-    update = method.train(client, method.payload(server))[0].parts["update"].tensors
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
+    update = method.train(client, method.payload(server)).tensors["update"]
     assert update.keys() == server.weights.keys()
     for task, (batch, count) in enumerate([(old, 5), (old, 5), (new, 8)]):
         mine = (batch.tasks == task).numpy()
@@ -101,7 +101,7 @@ def test_a_task_that_is_not_in_memory_keeps_its_head(
     method = method_of(Er, *ONE_STEP, "optimizer.weight_decay=0.1", splits=splits_of(tasks=3, head="per-task"))
     server = third_task(method)
     client, _ = remembering(method, client_of, (0, 4))
-    update = method.train(client, method.payload(server))[0].parts["update"].tensors
+    update = method.train(client, method.payload(server)).tensors["update"]
     assert not update["heads.0.weight"].any()
     assert update["heads.1.weight"].any()
 
@@ -113,8 +113,8 @@ def test_the_backbone_goes_down_both_losses(
     method = method_of(Er, *ONE_STEP, splits=splits_of(tasks=3))
     server = third_task(method)
     client, old = remembering(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
-    update = method.train(client, method.payload(server))[0].parts["update"].tensors
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
+    update = method.train(client, method.payload(server)).tensors["update"]
     network = method.networks.load(server.spec, server.weights)
     names, parameters = zip(*network.named_parameters(), strict=True)
     objective = sum(cross_entropy(network(batch.inputs), batch.labels) for batch in (new, old)) / 2
@@ -128,10 +128,10 @@ def test_the_loss_of_a_round_is_the_mean_of_both(
     method = method_of(Er, *ONE_STEP, splits=splits_of(tasks=3))
     server = third_task(method)
     client, old = remembering(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
     network = method.networks.load(server.spec, server.weights)
     expected = sum(cross_entropy(network(batch.inputs), batch.labels).item() for batch in (new, old)) / 2
-    assert method.train(client, method.payload(server))[0].loss == pytest.approx(expected, rel=1e-5)
+    assert method.train(client, method.payload(server)).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_normalisation_sees_new_and_old_samples_as_one_batch(
@@ -141,8 +141,8 @@ def test_normalisation_sees_new_and_old_samples_as_one_batch(
     method = method_of(Er, *ONE_STEP, "model.backbone=resnet18", splits=splits_of(tasks=3))
     server = third_task(method)
     client, old = remembering(method, client_of)
-    (new,) = method.run.batches.ordered(client.rows, 64)
-    moved = method.train(client, method.payload(server))[0].parts["statistics"].tensors["backbone.bn1.running_mean"]
+    (new,) = method.run.batches.iterate_ordered(client.rows, 64)
+    moved = method.train(client, method.payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
     network = method.networks.load(server.spec, server.weights)
     seen = network.backbone.conv1(torch.cat([new.inputs, old.inputs])).mean((0, 2, 3)).detach()
     assert_allclose(moved / client.weight, 0.1 * (seen - server.weights["backbone.bn1.running_mean"]), atol=1e-6)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
-from fclmodels.backbones.batch_norm import statistics_of
-from fclmodels.backbones.spec import local_labels
+from fclmodels.backbones.layers.norms import use_statistics_of
+from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.exchange import Answer
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.ewc import Ewc, added, faded
+from fclmodels.methods.ewc import Ewc, add_penalties, fade_fisher
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.storage import trees
 
 # Client 1 misses the second task, client 2 the first; client 3 has a single sample of each.
 MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (1, 3): 1, (2, 3): 1}
@@ -34,21 +34,21 @@ class Recording(Ewc):
         self.fishers = {**getattr(self, "fishers", {}), (client.task, client.index): fisher}
         return fisher
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        reply, memory = super().answer(client, question, payload)
-        assert not reply.parts
-        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): memory}
-        return reply, memory
+    def add_springs(self, client: Client, payload: Payload) -> Answer:
+        answer = super().add_springs(client, payload)
+        assert not answer.tensors
+        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): answer.memory}
+        return answer
 
 
 def log_likelihoods(method: Ewc, server: Server, client: Client) -> tuple[Any, list[Tensor], Tensor]:
     """The network, log p [C] of each sample on its own, and their labels' columns."""
-    network = method.networks.load(server.spec, {**server.weights, **client.memory.get("statistics", {})}).eval()
+    network = method.networks.load(server.spec, {**server.weights, **client.memory.get("personal", {})}).eval()
     network.requires_grad_(True)
-    (batch,) = method.run.batches.ordered(client.rows, 100)
+    (batch,) = method.run.batches.iterate_ordered(client.rows, 100)
     task = client.task if server.spec.head == "per-task" or method.run.params.model.loss_over == "task" else None
-    columns = batch.labels if task is None else local_labels(server.spec, task, batch.labels)
-    with statistics_of(network, batch.inputs):
+    columns = batch.labels if task is None else to_local_labels(server.spec, task, batch.labels)
+    with use_statistics_of(network, batch.inputs):
         return network, [network(x[None], task).log_softmax(1)[0] for x in batch.inputs], columns
 
 
@@ -125,7 +125,7 @@ def test_at_most_so_many_samples_are_looked_at(method_of: Callable, client_of: C
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 40.0])
 def test_the_gradient_is_autograds_of_the_penalised_objective(
-    lam: float, method_of: Callable, client_of: Callable, federate: Callable
+    lam: float, method_of: Callable, client_of: Callable, federate: Callable, training_on: Callable
 ) -> None:
     """lambda/2 F (w - W*)^2, on the rows that the head had when the first task ended."""
     method = method_of(Recording, **{"lambda": lam})
@@ -137,7 +137,7 @@ def test_the_gradient_is_autograds_of_the_penalised_objective(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
-    training = method.training(client, method.payload(server), network, server.weights)
+    training = training_on(method, client, method.payload(server), network, server.weights)
     batch = next(next(client.epochs()))
     penalty = sum(
         (method.fishers[0, 1][name] * (w[: len(ended.weights[name])] - ended.weights[name]) ** 2).sum()
@@ -159,8 +159,8 @@ def test_one_step_by_hand(method_of: Callable, client_of: Callable, federate: Ca
     )
     server = method.start_task(federate(method, 1), 1)
     memory = method.memories[0, 0]
-    reply, kept = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
-    assert kept == memory
+    answer = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
+    assert answer.memory == memory
     network = method.networks.load(server.spec, server.weights)
     for first_batch in client_of(method, 0, 1).epochs():
         (batch,) = first_batch
@@ -171,7 +171,7 @@ def test_one_step_by_hand(method_of: Callable, client_of: Callable, federate: Ca
                 pull = torch.cat([9.0 * F * (w[:old] - memory["centre"][name]), torch.zeros_like(w[old:])])
                 w -= 0.1 * (g + pull)
     for name, w in network.named_parameters():
-        moved = reply.parts["update"].tensors[name] / 8
+        moved = answer.tensors["update"][name] / 8
         torch.testing.assert_close(moved, w.detach() - server.weights[name], rtol=1e-4, atol=1e-6)
 
 
@@ -190,7 +190,7 @@ def test_springs_added_up_pull_as_all_of_them_do(seed: int, rows: list[int]) -> 
     springs = [spring(seed + i, count) for i, count in enumerate(sorted(rows))]
     F, c = springs[0]
     for further in springs[1:]:
-        F, c = added((F, c), further)
+        F, c = add_penalties((F, c), further)
     w = torch.linspace(-2, 2, 2 * max(rows), dtype=torch.float64).view(-1, 2)
     expected = torch.zeros_like(w)
     for fisher, centre in springs:
@@ -232,14 +232,14 @@ def test_memories_after_several_tasks(
 
 def test_fading_to_nothing_leaves_the_last_task() -> None:
     (old, _), (new, _) = spring(1, 2), spring(2, 3)
-    assert torch.equal(faded(old, new, 0.0)["w"], new["w"])
+    assert torch.equal(fade_fisher(old, new, 0.0)["w"], new["w"])
 
 
 def test_without_weight_it_is_fedavg_to_the_bit(method_of: Callable, federate: Callable) -> None:
     hard = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[0.2, 0.5]")
-    fedavg = state.digest(federate(method_of(FedAvg, *hard)).to_tree())
-    assert state.digest(federate(method_of(Ewc, *hard, **{"lambda": 0.0})).to_tree()) == fedavg
-    assert state.digest(federate(method_of(Ewc, *hard, **{"lambda": 1.0})).to_tree()) != fedavg
+    fedavg = trees.digest(federate(method_of(FedAvg, *hard)).to_tree())
+    assert trees.digest(federate(method_of(Ewc, *hard, **{"lambda": 0.0})).to_tree()) == fedavg
+    assert trees.digest(federate(method_of(Ewc, *hard, **{"lambda": 1.0})).to_tree()) != fedavg
 
 
 def test_a_stiffer_spring_leaves_important_weights_nearer(
@@ -250,7 +250,7 @@ def test_a_stiffer_spring_leaves_important_weights_nearer(
     memory, stretches = first.memories[0, 0], []
     for lam in (0.0, 10.0, 100.0):
         method = method_of(Ewc, "federation.local_epochs=5", "optimizer.lr=0.01", **{"lambda": lam})
-        update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))[0].parts["update"].tensors
+        update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server)).tensors["update"]
         stretches.append(sum(float((F * update[name][: len(F)] ** 2).sum()) for name, F in memory["fisher"].items()))
     assert stretches == sorted(stretches, reverse=True)
     assert stretches[-1] < stretches[0] / 4
@@ -272,7 +272,7 @@ def test_where_all_is_frozen_but_new_heads_there_is_nothing_to_hold(
     settings = ("model.freeze=[fc1,fc2,fc3]",)
     splits = splits_of(head="per-task")
     mine, fedavg = (federate(method_of(kind, *settings, splits=splits)) for kind in (Ewc, FedAvg))
-    assert state.digest(mine.weights) == state.digest(fedavg.weights)
+    assert trees.digest(mine.weights) == trees.digest(fedavg.weights)
 
 
 def test_gamma_is_for_a_running_fisher() -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fclmodels import state
 from fclmodels.data.batches import Batch
-from fclmodels.data.splits import Splits
-from fclmodels.federation.local import LocalTraining
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.storage import trees
 
 Weights = dict[str, Tensor]
 UNEVEN = {(task, client): 3 + 4 * client for task in (0, 1) for client in range(4)}
@@ -22,7 +23,7 @@ FULL_BATCH = ("federation.batch_size=64",)
 
 
 def images(splits: Splits, task: int, client: int) -> tuple[Tensor, Tensor]:
-    rows = splits.rows(task, "train", client)
+    rows = splits.select_rows(task, "train", client)
     pixels = splits.images[torch.from_numpy(rows.samples)].float() / 255
     return (pixels - 0.5) / 0.25, torch.from_numpy(rows.labels)
 
@@ -144,11 +145,11 @@ def test_batches_hold_every_sample_once_an_epoch(method_of: Callable, splits_of:
 def test_a_client_changes_neither_the_server_nor_what_it_was_sent(method_of: Callable, client_of: Callable) -> None:
     method = method_of(FedAvg, "optimizer.momentum=0.9")
     server = method.start_task(method.setup(), 0)
-    before = state.digest(server.to_tree())
-    first, _ = method.train(client_of(method, 1), method.payload(server))
-    again, _ = method.train(client_of(method, 1), method.payload(server))
-    assert state.digest(server.to_tree()) == before
-    assert state.digest(first.parts["update"].tensors) == state.digest(again.parts["update"].tensors)
+    before = trees.digest(server.to_tree())
+    first = method.train(client_of(method, 1), method.payload(server)).tensors["update"]
+    again = method.train(client_of(method, 1), method.payload(server)).tensors["update"]
+    assert trees.digest(server.to_tree()) == before
+    assert trees.digest(first) == trees.digest(again)
 
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "federation.local_epochs=2")
@@ -218,7 +219,7 @@ def test_other_tasks_heads_do_not_travel_upwards(
 ) -> None:
     method = method_of(splits=splits_of(tasks=3, head="per-task"))
     server = method.start_task(federate(method, 1), 1)
-    reply, _ = method.train(client_of(method, 0, 1), method.payload(server))
+    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.payload(server))
     heads = {name for name in reply.parts["update"].tensors if name.startswith("heads.")}
     assert heads == {"heads.1.weight", "heads.1.bias"}
 

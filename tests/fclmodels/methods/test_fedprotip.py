@@ -1,6 +1,7 @@
 """FedProTIP's exchanges at the end of a task, against NumPy on what the clients' layers really saw."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,44 @@ import torch
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from fclmodels import state
-from fclmodels.backbones.layer_inputs import LayerInputs
+from fclmodels.backbones.inputs.layer_inputs import LayerInputs
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Part, Payload, Reply
-from fclmodels.federation.replies import Replies
+from fclmodels.federation.engine.listener import Listener
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import TRAIN, Answer, Exchange, Memory
+from fclmodels.federation.messages import Part, Reply
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.listener import Listener
-from fclmodels.methods.base import Memory
 from fclmodels.methods.fedprotip import FedProTIP
-from fclmodels.methods.subspaces import Bases
+from fclmodels.methods.parts.protected_subspace import Bases
+from fclmodels.storage import trees
 
 MLP = ("model.backbone=mlp", "model.hidden=24")
 # Each client misses some task but the first and the last; client 3 has a single sample of each of its tasks.
 MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (2, 3): 1}
 
 
-class Recording(FedProTIP):
-    """Keeps every answer: question, client, task, reply, memory."""
+@dataclass(frozen=True)
+class Recorded(Exchange):
+    """Keeps every reply: question, client, task, reply, memory."""
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        reply, memory = super().answer(client, question, payload)
-        self.answers = [*getattr(self, "answers", []), (question, client.index, client.task, reply, memory)]
-        return reply, memory
+    answers: list[tuple[str, int, int, Reply, Memory]] = field(default_factory=list)
+
+    def fill(self, client: Client, answer: Answer) -> Reply:
+        reply = super().fill(client, answer)
+        self.answers.append((self.name, client.index, client.task, reply, answer.memory))
+        return reply
+
+
+class Recording(FedProTIP):
+    """Keeps every reply to what it asks at the end of a task."""
+
+    def __init__(self, settings: FedProTIP.Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.answers: list[tuple[str, int, int, Reply, Memory]] = []
+        for name in self.exchanges.keys() - {TRAIN}:
+            self.declare(Recorded(**vars(self.exchanges[name]), answers=self.answers))
 
     def those(self, question: str, task: int) -> dict[int, tuple[Reply, Memory]]:
         return {c: (reply, memory) for q, c, t, reply, memory in self.answers if (q, t) == (question, task)}
@@ -41,7 +56,7 @@ class Recording(FedProTIP):
 
 def inputs_of(method: FedProTIP, server: Server, task: int, client: int) -> dict[str, np.ndarray]:
     """What an MLP's layers see of a client's images: columns [d, n], by a forward pass written out here."""
-    rows = method.run.splits.rows(task, "train", client)
+    rows = method.run.splits.select_rows(task, "train", client)
     x = (method.run.splits.images[torch.from_numpy(rows.samples)].double().numpy() / 255 - 0.5) / 0.25
     seen, x = {}, x.reshape(len(x), -1).T
     for layer in ("fc1", "fc2", "fc3"):
@@ -51,9 +66,14 @@ def inputs_of(method: FedProTIP, server: Server, task: int, client: int) -> dict
     return {**seen, "features": x}
 
 
-def sent_by(parts: dict[str, Part]) -> dict[str, torch.Tensor]:
-    """The directions of all inputs, those of the features too."""
-    return {**parts["directions"].tensors, **(parts["features"].tensors if "features" in parts else {})}
+def directions_of(tensors: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The directions of all inputs in an answer, those of the features too."""
+    return {**tensors["directions"], **tensors.get("features", {})}
+
+
+def sent_by(parts: dict[str, Part]) -> dict[str, Tensor]:
+    """The directions of all inputs in a reply, those of the features too."""
+    return directions_of({name: part.tensors for name, part in parts.items()})
 
 
 def projector(basis: Any) -> np.ndarray:
@@ -116,8 +136,8 @@ def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, af
 class Backwards(FedProTIP):
     """Takes in the clients' bases in the other order."""
 
-    def _found(self, replies: Replies) -> Iterator[Bases]:
-        yield from reversed(list(super()._found(replies)))
+    def _directions(self, replies: Replies) -> Iterator[Bases]:
+        yield from reversed(list(super()._directions(replies)))
 
 
 def test_the_union_does_not_depend_on_the_order_of_clients(method_of: Callable, federate: Callable) -> None:
@@ -184,7 +204,7 @@ def test_a_sketch_has_the_law_of_eq_40(method_of: Callable, client_of: Callable)
     total = torch.zeros(6, 6, dtype=torch.float64)
     for round in range(2000):
         client = client_of(method, 0, round=round)
-        B = method.core_bases(client, {"layer": seen}, basis)["directions"].tensors["layer"].double()
+        B = method.extract(client, {"layer": seen}, basis)["directions"]["layer"].double()
         assert B.shape == (6, 5)
         total += B @ B.T / (5 * 2000)
     expected = (X @ X.T).double()
@@ -199,7 +219,7 @@ def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Call
     seen, basis = LayerInputs(300, 90, 90, columns=X), torch.zeros(300, 0)
     blurred = seen.principal(basis)[0]
     assert (blurred.T @ blurred - torch.eye(90)).abs().max() > 1e-4
-    sent = method.core_bases(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"].tensors["layer"]
+    sent = method.extract(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"]["layer"]
     assert sent.shape == (300, 90)
     assert (sent.T @ sent - torch.eye(90)).abs().max() < 1e-5
     assert (sent @ (sent.T @ blurred) - blurred).abs().max() < 1e-5  # the same span
@@ -220,8 +240,8 @@ def test_what_is_known_already_adds_nothing(rule: str, method_of: Callable, clie
         seen = LayerInputs(40, n, n)
         for part in (basis @ torch.randn(7, n, generator=random)).split(1000, dim=1):
             seen.add(part)
-        parts = method.core_bases(client_of(method, 0), {"layer": seen.finish()}, {"layer": basis})
-        assert parts["directions"].tensors["layer"].shape == (40, 0)
+        tensors = method.extract(client_of(method, 0), {"layer": seen.finish()}, {"layer": basis})
+        assert tensors["directions"]["layer"].shape == (40, 0)
 
 
 def test_global_projection_takes_the_span_out_of_the_mean_only(
@@ -231,7 +251,7 @@ def test_global_projection_takes_the_span_out_of_the_mean_only(
     first, second = after_each_task(method)
     during = method.start_task(first, 1)
     assert set(method.payload(during)) == {"weights"}
-    update = method.train(client_of(method, 0, 1), method.payload(during))[0].parts["update"].tensors
+    update = method.train(client_of(method, 0, 1), method.payload(during)).tensors["update"]
     for name, basis in first.knowledge["bases"].items():
         change = second.weights[f"{name}.weight"] - first.weights[f"{name}.weight"]
         assert float((change @ basis).norm()) < 1e-5 * float(first.weights[f"{name}.weight"].norm())
@@ -270,7 +290,7 @@ def test_references_are_those_of_the_features_themselves(
     for client in clients:
         for task, server in enumerate(servers):
             known = (task, client) in MISSING
-            assert router.known[client, task].item() is known
+            assert router.has_reference[client, task].item() is known
             expected = np.zeros(3)
             if known:
                 X = inputs_of(method, server, task, client)["features"]
@@ -306,7 +326,7 @@ def test_what_most_clients_share_stands_for_a_task(method_of: Callable) -> None:
     e = torch.eye(6)
     known = e[:, 5:]
     found = [e[:, [1]], e[:, [2, 1]], e[:, [3, 5, 1]]]
-    assert_allclose(method._task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
+    assert_allclose(method.identity._task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
 
 
 @pytest.mark.parametrize("exchange", ["bases", "sketch"])
@@ -316,10 +336,10 @@ def test_a_client_with_more_data_counts_more(exchange: str, method_of: Callable,
     nothing, found = {"features": torch.zeros(6, 0)}, []
     for axes, total in (([0, 1], 2), ([1, 0], 200)):
         X = torch.eye(6)[:, axes] * torch.tensor([9.0, 1.0])
-        parts = method.core_bases(client_of(method, 0), {"features": LayerInputs(6, 2, total, columns=X)}, nothing)
-        found.append(sent_by(parts)["features"])
-    assert_allclose(method._task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
-    assert_allclose(method._task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
+        seen = {"features": LayerInputs(6, 2, total, columns=X)}
+        found.append(directions_of(method.extract(client_of(method, 0), seen, nothing))["features"])
+    assert_allclose(method.identity._task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
+    assert_allclose(method.identity._task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
 
 
 @pytest.mark.parametrize("rule", ["residual-mass", "total-energy"])
@@ -331,8 +351,8 @@ def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
     X = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     X[0] += 10
     seen = {name: LayerInputs(8, 20, 20, columns=X) for name in ("features", "layer")}
-    parts = method.core_bases(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
-    sent = {name: found.shape[1] for name, found in sent_by(parts).items()}
+    tensors = method.extract(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
+    sent = {name: directions.shape[1] for name, directions in directions_of(tensors).items()}
     assert sent["features"] == mass_rank(np.linalg.svd(X[1:].numpy(), compute_uv=False), 0.7)
     assert (sent["layer"] == 0) == (rule == "total-energy")
 
@@ -384,9 +404,9 @@ def test_the_mean_reference_is_the_mean_over_those_that_know_the_task(
     assert each is not None
     assert mean is not None
     assert mean.references.shape == (1, 3, 3)
-    assert mean.known.all()
+    assert mean.has_reference.all()
     for task in range(3):
-        assert_allclose(mean.references[0, task], each.references[each.known[:, task], task].mean(0), atol=1e-5)
+        assert_allclose(mean.references[0, task], each.references[each.has_reference[:, task], task].mean(0), atol=1e-5)
     replies = [reply for reply, _ in methods[1].those("references", 2).values()]
     assert {part.least for reply in replies for part in reply.parts.values()} == {"sum"}
 
@@ -397,19 +417,19 @@ def test_voters_are_a_fixed_part_of_those_that_took_part(
     splits = splits_of(tasks=3, train=MISSING)
     method = method_of(Recording, *MLP, splits=splits, tip_voters=2)
     tips = [server.knowledge["tip"] for server in after_each_task(method)]
-    assert [len(method.witnesses(task)) for task in range(3)] == [2, 2, 2]
+    assert [len(method.identity.witnesses(task)) for task in range(3)] == [2, 2, 2]
     for task, tip in enumerate(tips):
-        assert tip["clients"] == method.voters(task)
+        assert tip["clients"] == method.identity.voters(task)
         known = {(client, t) for client, row in zip(tip["clients"], tip["known"], strict=True) for t in row.nonzero()}
         assert {(client, int(t)) for client, t in known} == {
-            (client, t) for t in range(task + 1) for client in method.witnesses(t)
+            (client, t) for t in range(task + 1) for client in method.identity.witnesses(t)
         }
     asked = {client for question, client, *_ in method.answers if question == "references"}
     kept = {client for _, client, _, _, memory in method.answers if "moments" in memory}
-    assert kept == asked == set(method.voters(2))
+    assert kept == asked == set(method.identity.voters(2))
     other = method_of(Recording, *MLP, splits=splits, tip_voters=2, seed=3)
-    assert [method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).voters(2) for s in range(5)] != [
-        other.voters(2)
+    assert [method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).identity.voters(2) for s in range(5)] != [
+        other.identity.voters(2)
     ] * 5
 
 
@@ -422,7 +442,7 @@ def test_a_tasks_basis_holds_the_leading_directions_of_all_clients(clients: int,
     found = [
         torch.from_numpy(np.hstack([0.1 * weak, 5.0 * strong[:, 2 * k : 2 * k + 2]])).float() for k in range(clients)
     ]
-    basis = method._task_basis(torch.zeros(30, 0), found).numpy()
+    basis = method.identity._task_basis(torch.zeros(30, 0), found).numpy()
     assert_allclose(projector(basis), strong @ strong.T, atol=1e-4)
 
 
@@ -432,8 +452,8 @@ def test_predictions_carry_the_routers_scores(
 ) -> None:
     method = method_of(FedProTIP, *MLP, splits=splits_of(tasks=3))
     server = federate(method, tasks)
-    rows = method.run.splits.test_rows(0)
-    batch = next(method.run.batches.ordered(rows, 100))
+    rows = method.run.splits.select_test_rows(0)
+    batch = next(method.run.batches.iterate_ordered(rows, 100))
     prediction = method.predictor(server)(batch.inputs)
     router, network = method.router(server), method.networks.load(server.spec, server.weights).eval()
     features = network.backbone(batch.inputs)
@@ -451,10 +471,10 @@ def test_without_tip_nothing_of_it_is_asked_or_kept(method_of: Callable, federat
     assert method.router(server) is None
     assert {question for question, *_ in method.answers} == {"bases"}
     assert all("features" not in sent_by(reply.parts) for *_, reply, _ in method.answers)
-    batch = next(method.run.batches.ordered(method.run.splits.test_rows(0), 100))
+    batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 100))
     assert method.predictor(server)(batch.inputs).task_scores is None
     with_tip = federate(method_of(FedProTIP, *MLP))
-    assert state.digest(with_tip.weights) == state.digest(server.weights)
+    assert trees.digest(with_tip.weights) == trees.digest(server.weights)
 
 
 def test_tip_tells_tasks_of_different_images_apart(
@@ -464,7 +484,7 @@ def test_tip_tells_tasks_of_different_images_apart(
     predict = method.predictor(federate(method))
     right = total = 0
     for task in range(3):
-        batch = next(method.run.batches.ordered(method.run.splits.test_rows(task), 100))
+        batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(task), 100))
         scores = predict(batch.inputs)
         assert int(scores.batch_scores.argmax()) == task
         right, total = right + int((scores.task_scores.argmax(1) == task).sum()), total + len(batch.labels)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
 from fclmodels.data.batches import Batch
-from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprox import FedProx
+from fclmodels.storage import trees
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def test_mu_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Cal
     dropout = "model.dropout=[0.2, 0.5]"
     one = federate(method_of(FedProx, *optimiser, dropout, mu=0.0))
     two = federate(method_of(FedAvg, *optimiser, dropout))
-    assert state.digest(one.to_tree()) == state.digest(two.to_tree())
-    assert state.digest(federate(method_of(FedProx, *optimiser, dropout, mu=0.5)).to_tree()) != state.digest(
+    assert trees.digest(one.to_tree()) == trees.digest(two.to_tree())
+    assert trees.digest(federate(method_of(FedProx, *optimiser, dropout, mu=0.5)).to_tree()) != trees.digest(
         two.to_tree()
     )
 
@@ -61,8 +61,8 @@ def test_a_larger_mu_keeps_clients_nearer(method_of: Callable, client_of: Callab
     for mu in (0.0, 0.1, 1.0, 5.0):
         method = method_of(FedProx, "federation.local_epochs=10", mu=mu)
         server = method.start_task(method.setup(), 0)
-        reply, _ = method.train(client_of(method, 0), method.payload(server))
-        distances.append(sum((u**2).sum().item() for u in reply.parts["update"].tensors.values()))
+        answer = method.train(client_of(method, 0), method.payload(server))
+        distances.append(sum((u**2).sum().item() for u in answer.tensors["update"].values()))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Payload, Reply
-from fclmodels.federation.networks import Networks
+from fclmodels.federation.exchange import Answer
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
-from fclmodels.methods.distilled import TaughtTraining
+from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.flwf_2t import Flwf2T
+from fclmodels.methods.parts.distillation import Teachers
+from fclmodels.storage import trees
 
 # Client 1 misses the second task, client 2 the first; client 3 has a single sample of each.
 MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (1, 3): 1, (2, 3): 1}
@@ -28,16 +28,16 @@ HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[
 class Recording(Flwf2T):
     """Keeps what each client remembers after each task."""
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        reply, memory = super().answer(client, question, payload)
-        assert not reply.parts
-        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): memory}
-        return reply, memory
+    def keep_own_model(self, client: Client, payload: Payload) -> Answer:
+        answer = super().keep_own_model(client, payload)
+        assert not answer.tensors
+        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): answer.memory}
+        return answer
 
 
 def logits_of(method: Any, server: Server, weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
     """Of a model with the server's shapes, by a network of its own."""
-    network = Networks(method.run.device, method.prepare).load(server.spec, weights).eval()
+    network = NetworkCache(method.run.device, method.prepare_network).load(server.spec, weights).eval()
     return network(inputs)
 
 
@@ -54,8 +54,8 @@ def test_a_clients_own_model_is_the_global_one_after_one_more_round_of_its_own(
     method, fedavg = method_of(Recording, *settings), method_of(FedAvg, *settings)
     server = federate(method, 1)
     for index in range(4):
-        reply, _ = fedavg.train(client_of(fedavg, index, 0, round=2), fedavg.payload(server))
-        moved = {**reply.parts["update"].tensors, **(reply.parts["statistics"].tensors if backbone != "mlp" else {})}
+        tensors = fedavg.train(client_of(fedavg, index, 0, round=2), fedavg.payload(server)).tensors
+        moved = {**tensors["update"], **(tensors["statistics"] if backbone != "mlp" else {})}
         model = method.memories[0, index]["model"]
         assert model.keys() == server.weights.keys()
         for name, change in moved.items():
@@ -71,8 +71,8 @@ def test_it_trains_that_model_with_the_tasks_teachers(method_of: Callable, feder
     models = []
     for method, payload in zip(methods, payloads, strict=True):
         client = Client(0, 1, -1, method.run, method.rows(1, 0), method.memories[0, 0])
-        models.append(method.answer(client, "remember", payload)[1]["model"])
-    assert state.digest(models[0]) != state.digest(models[1])
+        models.append(method.keep_own_model(client, payload).memory["model"])
+    assert trees.digest(models[0]) != trees.digest(models[1])
 
 
 @pytest.mark.parametrize("server_teaches", ["previous", "current"])
@@ -85,10 +85,10 @@ def test_the_loss_and_the_step_of_two_teachers_by_hand(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 1, 1, memory=method.memories[0, 1])
-    reply, memory = method.train(client, method.payload(server))
-    assert memory is client.memory
+    answer = method.train(client, method.payload(server))
+    assert answer.memory is client.memory
 
-    network = Networks(method.run.device, method.prepare).load(server.spec, server.weights)
+    network = NetworkCache(method.run.device, method.prepare_network).load(server.spec, server.weights)
     for (batch,) in client.epochs():
         with torch.no_grad():
             own = logits_of(method, ended, method.memories[0, 1]["model"], batch.inputs)
@@ -107,7 +107,7 @@ def test_the_loss_and_the_step_of_two_teachers_by_hand(
                 parameter -= 0.1 * gradient
     for name, parameter in network.named_parameters():
         moved = parameter.detach() - server.weights[name]
-        torch.testing.assert_close(reply.parts["update"].tensors[name] / 8, moved, rtol=1e-3, atol=2e-6)
+        torch.testing.assert_close(answer.tensors["update"][name] / 8, moved, rtol=1e-3, atol=2e-6)
 
 
 def test_clients_that_join_late_or_miss_a_task(
@@ -124,12 +124,12 @@ def test_clients_that_join_late_or_miss_a_task(
         (2, method.memories[1, 2], [4, 4]),
         (3, method.memories[1, 3], [4, 4]),
     ):
-        training = method.prepared(client_of(method, index, 2, memory=memory), payload)
-        assert isinstance(training, TaughtTraining)
-        assert [len(weight) for teacher in training.teachers for weight, _ in teacher.heads] == rows
-        assert [teacher.loudness for teacher in training.teachers] == [3.0, 2.0][: len(rows)]
+        training = method.prepare_training(client_of(method, index, 2, memory=memory), payload)
+        teachers = training.part(Teachers)
+        assert [len(weight) for teacher in teachers for weight, _ in teacher.heads] == rows
+        assert [teacher.loss_weight for teacher in teachers] == [3.0, 2.0][: len(rows)]
         inputs = next(next(client_of(method, index, 2).epochs())).inputs
-        (answer,) = training.teachers[0].logits(inputs)
+        (answer,) = teachers[0].logits(inputs)
         torch.testing.assert_close(answer, logits_of(method, ended, ended.weights, inputs))
         training.run()
 
@@ -141,9 +141,9 @@ def test_old_heads_of_a_client_that_missed_their_task_move_for_the_servers_sake(
     method = method_of(Recording, splits=splits)
     payload = method.payload(method.start_task(after_each_task(method)[1], 2))
     client = client_of(method, 1, 2, memory=method.memories[0, 1])
-    training = method.prepared(client, payload)
-    assert [len(teacher.heads) for teacher in training.teachers] == [2, 1]
-    update = method.train(client, payload)[0].parts["update"].tensors
+    training = method.prepare_training(client, payload)
+    assert [len(teacher.heads) for teacher in training.part(Teachers)] == [2, 1]
+    update = method.train(client, payload).tensors["update"]
     assert all(update[f"heads.{head}.weight"].any() for head in range(3))
 
 
@@ -151,10 +151,10 @@ def test_old_heads_of_a_client_that_missed_their_task_move_for_the_servers_sake(
 def test_without_weights_and_in_the_first_task_it_is_fedavg_to_the_bit(
     server_teaches: str, method_of: Callable, federate: Callable
 ) -> None:
-    fedavg = [state.digest(federate(method_of(FedAvg, *HARD), tasks).weights) for tasks in (1, 2)]
+    fedavg = [trees.digest(federate(method_of(FedAvg, *HARD), tasks).weights) for tasks in (1, 2)]
     silent = federate(method_of(Flwf2T, *HARD, alpha=0.0, beta=0.0, server=server_teaches))
     first = federate(method_of(Flwf2T, *HARD, alpha=9.0, beta=9.0, server=server_teaches), 1)
-    assert [state.digest(server.weights) for server in (first, silent)] == fedavg
+    assert [trees.digest(server.weights) for server in (first, silent)] == fedavg
 
 
 def test_the_rounds_own_model_as_teacher_needs_no_further_download(method_of: Callable, federate: Callable) -> None:

@@ -12,12 +12,13 @@ import scipy
 import torch
 from torch import Tensor
 
-from fclmodels import state
 from fclmodels.errors import UserError
-from fclmodels.federation.replies import Replies
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.fot import Fot, known
+from fclmodels.methods.fot import Fot
+from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "federation.local_epochs=2")
 ADAM = ("optimizer.kind=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
@@ -33,7 +34,7 @@ def moved_within(layer: Any, before: Server, after: Server) -> float:
     """How far W x has moved for x in the span of the bases that were known before, over |W| |x|."""
     basis = exact(before.knowledge["bases"][layer.name])
     x = basis @ np.random.default_rng(0).normal(size=(basis.shape[1], 20))
-    W, moved = (exact(layer.matrix(server.weights[layer.weight])) for server in (before, after))
+    W, moved = (exact(layer.to_matrix(server.weights[layer.weight])) for server in (before, after))
     return float(np.linalg.norm((moved - W) @ x) / (np.linalg.norm(W) * np.linalg.norm(x)))
 
 
@@ -41,7 +42,8 @@ def trained(method: Any, server: Server, client_of: Callable, spool: Path) -> Re
     """The replies of all clients to one round."""
     replies = Replies(method.participants(server.task), spool)
     for client in replies.clients:
-        replies.add(client, method.train(client_of(method, client, server.task), method.payload(server))[0])
+        reply, _ = method.exchanges[TRAIN].reply(client_of(method, client, server.task), method.payload(server))
+        replies.add(client, reply)
     return replies
 
 
@@ -54,8 +56,8 @@ def test_the_first_task_is_fedavg_to_the_bit(
 ) -> None:
     settings = (*optimiser, "model.dropout=[0.2, 0.5]", "federation.clients_per_round=3", "federation.server_lr=0.7")
     ours, plain = method_of(Fot, *settings), method_of(FedAvg, *settings)
-    assert state.digest(federate(ours, 1).weights) == state.digest(federate(plain, 1).weights)
-    assert state.digest(federate(ours, 2).weights) != state.digest(federate(plain, 2).weights)
+    assert trees.digest(federate(ours, 1).weights) == trees.digest(federate(plain, 1).weights)
+    assert trees.digest(federate(ours, 2).weights) != trees.digest(federate(plain, 2).weights)
 
 
 @pytest.mark.parametrize("server_lr", [1.0, 0.3])
@@ -100,7 +102,7 @@ def test_over_whole_tasks_what_layers_make_of_the_span_does_not_move(
     method, plain = (method_of(kind, *overrides, splits=splits) for kind in (Fot, FedAvg))
     first, second, third = (federate(method, tasks) for tasks in (1, 2, 3))
     fedavg = federate(plain, 2)
-    layers = method.layers(method.networks.load(first.spec, first.weights))
+    layers = method.subspace.layers(method.networks.load(first.spec, first.weights))
     for layer in layers.values():
         assert moved_within(layer, first, second) < 1e-6
         assert moved_within(layer, first, third) < 1e-6
@@ -145,8 +147,8 @@ def test_a_first_layer_frozen_after_the_first_task_takes_no_part(
     assert set(second.knowledge["bases"]) == {"backbone.fc2", "backbone.fc3"}
     moved = [not torch.equal(a.weights[FC1], b.weights[FC1]) for a, b in ((start, first), (first, second))]
     assert moved == [True, False]
-    payload = {**method.payload(first), **known(first)}
-    assert set(method.answer(client_of(method, 0), "gpse", payload)[0].parts["sketch"].tensors) == set(LAYERS[1:])
+    reply, _ = method.gpse.reply(client_of(method, 0), method.gpse_payload(first))
+    assert set(reply.parts["sketch"].tensors) == set(LAYERS[1:])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_half_of_the_layers_with_the_rest_frozen_or_trained(
     first, second = federate(method, 1), federate(method, 2)
     assert set(second.knowledge["bases"]) == {f"backbone.{block}" for block in protect}
     assert torch.equal(first.weights[f"backbone.{rest}.weight"], second.weights[f"backbone.{rest}.weight"]) == frozen
-    for layer in method.layers(method.networks.load(first.spec, first.weights)).values():
+    for layer in method.subspace.layers(method.networks.load(first.spec, first.weights)).values():
         assert moved_within(layer, first, second) < 1e-6
         assert not torch.equal(first.weights[layer.weight], second.weights[layer.weight])
 
@@ -170,7 +172,7 @@ def test_without_a_layer_to_protect_it_is_fedavg(method_of: Callable, federate: 
     ours = federate(method_of(Fot, "model.freeze=[fc1, fc2, fc3]"))
     plain = federate(method_of(FedAvg, "model.freeze=[fc1, fc2, fc3]"))
     assert ours.knowledge["bases"] == {}
-    assert state.digest(ours.weights) == state.digest(plain.weights)
+    assert trees.digest(ours.weights) == trees.digest(plain.weights)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,17 @@ import scipy
 import torch
 from torch import Tensor
 
-from fclmodels import state
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.experiment import Experiment
-from fclmodels.federation.messages import Part
-from fclmodels.federation.rounds import sample_clients
-from fclmodels.listener import Listener
-from fclmodels.methods.fot import RANK_RULES, Fot, known
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.listener import Listener
+from fclmodels.federation.engine.rounds import sample_clients
+from fclmodels.federation.messages import Part, Payload
+from fclmodels.federation.server import Server
+from fclmodels.methods.fot import RANK_RULES, Fot
 from fclmodels.numerics.subspace import principal
+from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "federation.local_epochs=2")
 LAYERS = ("backbone.fc1", "backbone.fc2", "backbone.fc3")
@@ -34,7 +36,7 @@ def exact(tensor: Tensor) -> np.ndarray:
 
 def inputs(weights: dict[str, Tensor], splits: Splits, task: int, clients: tuple[int, ...]) -> dict[str, np.ndarray]:
     """What each layer of the MLP sees of these clients' images: X [d, n] in double precision."""
-    rows = np.concatenate([splits.rows(task, "train", client).samples for client in clients])
+    rows = np.concatenate([splits.select_rows(task, "train", client).samples for client in clients])
     x = ((exact(splits.images[torch.from_numpy(rows)]) / 255 - 0.5) / 0.25).reshape(len(rows), -1).T
     seen = {}
     for layer in LAYERS:
@@ -74,14 +76,12 @@ def test_even_a_threshold_of_1_does_not_take_rounding_for_a_direction(
     server = method.start_task(method.setup(), 0)
     seen = inputs(server.weights, splits, 0, (0, 1, 2, 3))
     covering = {layer: torch.from_numpy(scipy.linalg.orth(X)).float() for layer, X in seen.items()}
-    replies = [
-        method.answer(client_of(method, k), "gpse", {**method.payload(server), "bases": Part("basis", covering)})[0]
-        for k in range(4)
-    ]
-    for layer in LAYERS:
-        sketch, energy = (sum(reply.parts[part].tensors[layer] for reply in replies) for part in ("sketch", "energy"))
+    payload = {**method.gpse_payload(server), "bases": Part("basis", covering)}
+    answers = [method.answer_gpse(client_of(method, k), payload).tensors for k in range(4)]
+    sums = {p: {layer: sum(of[p][layer] for of in answers) for layer in LAYERS} for p in ("sketch", "energy")}
+    for layer, sketch in sums["sketch"].items():
         assert float(sketch.abs().max()) > 0
-        sigma, share = method.measured(principal(sketch)[1], sketch, energy)
+        sigma, share = method.measure(layer, principal(sketch)[1], sums)
         assert RANK_RULES[rule](sigma, share, 1.0) == 0
 
 
@@ -136,9 +136,9 @@ def test_the_threshold_rises_with_each_task(method_of: Callable, splits_of: Call
     """As in Table 9, and never above 1."""
     cifar = method_of(Fot, threshold=0.87, threshold_step=0.001)
     table = [0.87, 0.871, 0.872, 0.873, 0.874, 0.875, 0.876, 0.877, 0.878, 0.879]
-    assert [cifar.threshold(task) for task in range(10)] == pytest.approx(table)
+    assert [cifar.subspace.threshold(task) for task in range(10)] == pytest.approx(table)
     steep = method_of(Fot, threshold=0.87, threshold_step=0.1)
-    assert [steep.threshold(task) for task in (1, 2, 3)] == pytest.approx([0.97, 1, 1])
+    assert [steep.subspace.threshold(task) for task in (1, 2, 3)] == pytest.approx([0.97, 1, 1])
     flat = method_of(Fot, threshold=0.87, threshold_step=0.0)
     one, two = (federate(method).knowledge["ranks"]["backbone.fc1"] for method in (flat, steep))
     assert one[0] == two[0]
@@ -151,7 +151,7 @@ def test_sketches_are_as_wide_as_is_set_for_the_kind_of_layer(
     splits = splits_of(shape=(1, 8, 8))
     method = method_of(Fot, "model.backbone=cnn", splits=splits, sketch_conv=2.0, sketch_linear=0.001)
     server = method.start_task(method.setup(), 0)
-    reply, _ = method.answer(client_of(method, 1), "gpse", {**method.payload(server), **known(server)})
+    reply, _ = method.gpse.reply(client_of(method, 1), method.gpse_payload(server))
     assert {name: tuple(sketch.shape) for name, sketch in reply.parts["sketch"].tensors.items()} == {
         "backbone.conv1": (9, 18),
         "backbone.conv2": (18, 36),
@@ -163,7 +163,7 @@ def learned(experiment: Experiment, folder: Path) -> tuple[pl.DataFrame, list[di
     """The ledger, and what was known after each task."""
     experiment.run(folder)
     files = sorted((folder / "knowledge").glob("task-*"))
-    return pl.read_parquet(folder / "ledger.parquet"), [state.load(file) for file in files]
+    return pl.read_parquet(folder / "ledger.parquet"), [trees.load(file) for file in files]
 
 
 def test_all_clients_of_a_task_are_asked_for_sums_at_its_end(
@@ -199,7 +199,9 @@ def test_the_releases_extraction_comes_with_the_last_round(
     ledger, known_after = learned(experiment, tmp_path / "run")
     assert set(ledger["round"]) == {0, 1, 2}
     up = ledger.filter(pl.col("part") == "sketch")
-    last = {(task, client, 2) for task in range(3) for client in sample_clients(experiment.method, task, 2)}
+    method = experiment.method
+    servers = [Server(method.run.spec(task + 1), {}, task) for task in range(3)]
+    last = {(server.task, client, 2) for server in servers for client in sample_clients(method, server, 2)}
     assert set(up.select("task", "client", "round").rows()) == last
     assert set(ledger.filter(pl.col("direction") == "up")["least"]) == {"sum"}
     assert ledger.filter(pl.col("part") == "bases").select("task", "client").is_unique().all()
@@ -211,13 +213,12 @@ def test_in_the_release_a_client_sketches_what_its_own_model_sees(
 ) -> None:
     method = method_of(Fot, "federation.rounds=1", "optimizer.lr=0.5", splits=splits_of(train=3), gpse="local")
     server = method.start_task(method.setup(), 0)
-    reply, _ = method.train(client_of(method, 2), method.payload(server))
-    update = reply.parts["update"].tensors
-    own = {name: weight + update[name] / 3 for name, weight in server.weights.items()}
+    tensors = method.train(client_of(method, 2), method.payload(server)).tensors
+    own = {name: weight + tensors["update"][name] / 3 for name, weight in server.weights.items()}
     for weights, inside in ((own, True), (server.weights, False)):
         X = inputs(weights, splits_of(train=3), 0, (2,))["backbone.fc3"]
         span = torch.from_numpy(scipy.linalg.orth(X))
-        assert (1 - covered(span, exact(reply.parts["sketch"].tensors["backbone.fc3"])) < 1e-6) == inside
+        assert (1 - covered(span, exact(tensors["sketch"]["backbone.fc3"])) < 1e-6) == inside
 
 
 def test_late_replies_have_no_sketch_so_the_releases_extraction_refuses_them(method_of: Callable) -> None:
@@ -232,18 +233,16 @@ def test_a_client_with_running_statistics_of_its_own_sketches_what_its_own_model
         Fot, "model.backbone=resnet18", "model.width=2", splits=splits_of(train=3), batch_norm="local", samples=None
     )
     server = method.start_task(method.setup(), 0)
-    question = {**method.payload(server), **known(server)}
-    _, memory = method.train(client_of(method, 2), method.payload(server))
-    kept = replace(client_of(method, 2), memory=memory)
-    told = {
-        who: method.answer(client, "gpse", question)[0]
-        for who, client in (("kept", kept), ("new", client_of(method, 2)))
-    }
-    whole = {**question, "weights": Part("weights", {**server.weights, **memory["statistics"]})}
-    told["global"] = method.answer(client_of(method, 2), "gpse", whole)[0]
-    energy = {who: reply.parts["energy"].tensors["backbone.layer4.1.conv2"] for who, reply in told.items()}
-    assert torch.equal(energy["kept"], energy["global"])
-    assert not torch.allclose(energy["kept"], energy["new"])
+    payload, newcomer = method.gpse_payload(server), client_of(method, 2)
+    memory = method.train(newcomer, method.payload(server)).memory
+    with_statistics = {**payload, "weights": Part("weights", {**server.weights, **memory["personal"]})}
+
+    def energy(client: Client, payload: Payload) -> Tensor:
+        return method.answer_gpse(client, payload).tensors["energy"]["backbone.layer4.1.conv2"]
+
+    own = energy(replace(newcomer, memory=memory), payload)
+    assert torch.equal(own, energy(newcomer, with_statistics))
+    assert not torch.allclose(own, energy(newcomer, payload))
 
 
 # Where and how often it runs does not matter.
@@ -274,14 +273,14 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
     """In the middle of the last round, and while clients are asked for sketches."""
     settings = (*HARD, *variant, "federation.checkpoint_seconds=0", "federation.clients_per_round=3")
     experiment_of(*settings, method="fot").run(tmp_path / "whole")
-    home, sketched, calls = tmp_path / "home", Fot.sketched, count(1)
+    home, sketch, calls = tmp_path / "home", Fot.sketch, count(1)
 
     def broken(*call: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return sketched(*call)
+        return sketch(*call)
 
-    monkeypatch.setattr(Fot, "sketched", broken)
+    monkeypatch.setattr(Fot, "sketch", broken)
     with pytest.raises(KeyboardInterrupt):
         experiment_of(*settings, method="fot", home=home).run(tmp_path / "run")
     monkeypatch.undo()

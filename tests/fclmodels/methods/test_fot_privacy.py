@@ -11,12 +11,12 @@ import torch
 from scipy.linalg import subspace_angles
 from torch import Tensor
 
-from fclmodels import state
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Reply
-from fclmodels.federation.private import protected
+from fclmodels.federation.protection.privacy import add_noise
 from fclmodels.federation.server import Server
-from fclmodels.methods.fot import Fot, denoised, known
+from fclmodels.methods.fot import Fot
+from fclmodels.storage import trees
 
 LAYERS = ("backbone.fc1", "backbone.fc2", "backbone.fc3")
 UNEVEN = {(task, client): 1 + 5 * client for task in range(2) for client in range(4)}
@@ -25,8 +25,8 @@ Z = "federation.privacy.noise_multiplier"
 
 
 def ask(method: Any, server: Server, client: Client) -> Reply:
-    reply = method.answer(client, "gpse", {**method.payload(server), **known(server)})[0]
-    return protected(reply, method, client, 4) if method.private else reply
+    reply = method.gpse.reply(client, method.gpse_payload(server))[0]
+    return add_noise(reply, method, client, 4) if method.is_private else reply
 
 
 def total(replies: list[Reply], part: str) -> dict[str, Tensor]:
@@ -83,17 +83,21 @@ def test_nothing_that_tells_how_much_data_a_client_has_is_sent_in_clear(
     assert set(up.filter(pl.col("round") >= 0)["part"]) == {"update", "weight"}
     assert set(up["least"]) == {"sum"}
     assert set(up.group_by("task", "round", "part").agg(pl.col("bytes").n_unique())["bytes"]) == {1}
-    knowledge = state.load(tmp_path / "run" / "knowledge" / "task-01.safetensors")
+    knowledge = trees.load(tmp_path / "run" / "knowledge" / "task-01.safetensors")
     assert knowledge["columns"] == {}
     assert "energy" not in knowledge
 
 
-@pytest.mark.parametrize(("joined", "shares", "mean"), [(4, 3.0, 0.75), (2, 1.0, 0.5), (4, -9.0, 0), (2, 9.0, 1)])
-def test_the_mean_share_is_over_the_clients_that_were_expected(joined: float, shares: float, mean: float) -> None:
-    sketch, sigma = torch.zeros(3, 5), torch.tensor([20.0, 15.0, 13.0])
-    left, share = denoised(sigma, sketch, torch.tensor(shares), joined, noise=6.0)
+@pytest.mark.parametrize(("rate", "shares", "mean"), [(1.0, 3.0, 0.75), (0.5, 1.0, 0.5), (1.0, -9.0, 0), (0.5, 9.0, 1)])
+def test_the_mean_share_is_over_the_clients_that_were_expected(
+    rate: float, shares: float, mean: float, method_of: Callable
+) -> None:
+    """Of four clients, each of which joins at this rate."""
+    method = method_of(Fot, f"{Z}=1", UNIFORM, f"federation.privacy.sample_rate={rate}")
+    sums = {"sketch": {"a": torch.zeros(3, 5)}, "share": {"a": torch.tensor(shares)}, "noise": 6.0, "clients": 4}
+    denoised, share = method.denoise("a", torch.tensor([20.0, 15.0, 13.0]), sums)
     assert share == mean
-    assert left.square().tolist() == pytest.approx([400 - 5 * 36, 225 - 5 * 36 - 11, 0], abs=1e-3)
+    assert denoised.square().tolist() == pytest.approx([400 - 5 * 36, 225 - 5 * 36 - 11, 0], abs=1e-3)
 
 
 def test_with_hardly_any_noise_on_sketches_the_subspace_is_that_without(

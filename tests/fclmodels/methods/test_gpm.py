@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation.client import Client
-from fclmodels.federation.messages import Payload, Reply
+from fclmodels.federation.exchange import Answer
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
 from fclmodels.methods.gpm import Gpm
 
 MLP = ("model.backbone=mlp", "model.hidden=24")
@@ -27,16 +27,16 @@ MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0,
 class Recording(Gpm):
     """Keeps what each client remembers after each task."""
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        reply, memory = super().answer(client, question, payload)
-        assert not reply.parts
-        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): memory}
-        return reply, memory
+    def extend_bases(self, client: Client, payload: Payload) -> Answer:
+        answer = super().extend_bases(client, payload)
+        assert not answer.tensors
+        self.memories = {**getattr(self, "memories", {}), (client.task, client.index): answer.memory}
+        return answer
 
 
 def inputs_of(splits: Splits, server: Server, task: int, client: int) -> dict[str, np.ndarray]:
     """What the layers see of a client's images on the server's model: columns [d, n]."""
-    rows = splits.rows(task, "train", client)
+    rows = splits.select_rows(task, "train", client)
     x = (splits.images[torch.from_numpy(rows.samples)].double().numpy() / 255 - 0.5) / 0.25
     seen, x = {}, x.reshape(len(x), -1).T
     for layer in LAYERS:
@@ -70,7 +70,7 @@ def test_memories_are_those_of_gpm(method_of: Callable, after_each_task: Callabl
             assert bases[name].shape == expected.shape
             assert_allclose(bases[name].double() @ bases[name].double().T, expected @ expected.T, atol=2e-4)
     assert 0 < memories[0, "backbone.fc1"].shape[1] < 36
-    assert all(not server.knowledge["bases"] for server in servers)
+    assert all(not server.knowledge for server in servers)
 
 
 def test_a_clients_steps_stay_clear_of_its_own_memory_only(
@@ -81,9 +81,9 @@ def test_a_clients_steps_stay_clear_of_its_own_memory_only(
     memories = [method.memories[0, index]["bases"] for index in (0, 1)]
     updates = []
     for memory in ({"bases": memories[0]}, {}):  # one that was there in the first task, and one that was not
-        reply, kept = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
-        assert kept == memory
-        updates.append(reply.parts["update"].tensors)
+        answer = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
+        assert answer.memory == memory
+        updates.append(answer.tensors["update"])
     for layer in LAYERS:
         name, weight = f"backbone.{layer}", server.weights[f"backbone.{layer}.weight"]
         own, others = ((updates[0][f"{name}.weight"] @ memory[name]).norm() for memory in memories)
@@ -117,11 +117,11 @@ def test_convolutions_too(backbone: str, method_of: Callable, client_of: Callabl
     method = method_of(Recording, *overrides, threshold=0.9)
     server = method.start_task(federate(method, 1), 1)
     memory = method.memories[0, 0]
-    update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))[0].parts["update"].tensors
-    layers = method.layers(method.networks.load(server.spec, server.weights))
+    update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server)).tensors["update"]
+    layers = method.subspace.layers(method.networks.load(server.spec, server.weights))
     assert memory["bases"].keys() == layers.keys()
     for name, layer in layers.items():
-        inside = layer.matrix(update[layer.weight]) @ memory["bases"][name]
+        inside = layer.to_matrix(update[layer.weight]) @ memory["bases"][name]
         assert float(inside.norm()) < 2e-5 * float(server.weights[layer.weight].norm())
 
 

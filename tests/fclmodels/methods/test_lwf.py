@@ -12,13 +12,14 @@ from numpy.testing import assert_allclose
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-from fclmodels import state
 from fclmodels.data.batches import Batch
-from fclmodels.federation.networks import Networks
+from fclmodels.federation.prediction import predict_by_heads
 from fclmodels.federation.server import Server
-from fclmodels.methods.distilled import TaughtTraining
+from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.lwf import Lwf
+from fclmodels.methods.parts.distillation import Teachers
+from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[0.2, 0.5]")
 STREAMS: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def test_the_loss_against_numpy(
     student = perturbed(server)
     payload = {**method.payload(server), "weights": method.payload(Server(server.spec, student, 2))["weights"]}
     client = client_of(method, 1, 2)
-    training, batch = method.prepared(client, payload), first_batch(client)
+    training, batch = method.prepare_training(client, payload), first_batch(client)
     training.network.eval()
     loss = float(method.loss(training, batch).detach())
 
@@ -103,8 +104,8 @@ def test_one_step_by_hand(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 2, 1)
-    reply, memory = method.train(client, method.payload(server))
-    assert memory == {}
+    answer = method.train(client, method.payload(server))
+    assert answer.memory == {}
 
     weights = {name: w.double().requires_grad_() for name, w in server.weights.items()}
     for (batch,) in client.epochs():
@@ -125,7 +126,7 @@ def test_one_step_by_hand(
             name: (w - 0.1 * g).detach().requires_grad_()
             for (name, w), g in zip(weights.items(), gradients, strict=True)
         }
-    update = reply.parts["update"].tensors
+    update = answer.tensors["update"]
     assert update.keys() == weights.keys()
     for name, w in weights.items():
         moved = (w.detach() - server.weights[name]).float()
@@ -141,14 +142,13 @@ def test_the_teacher_is_last_tasks_model_in_evaluation_mode(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 0, 1)
-    training = method.prepared(client, method.payload(server))
-    assert isinstance(training, TaughtTraining)
-    (teacher,) = training.teachers
+    training = method.prepare_training(client, method.payload(server))
+    (teacher,) = training.part(Teachers)
     inputs = first_batch(client).inputs
     training.run()
     (answer,) = teacher.logits(inputs)
     assert not answer.requires_grad
-    expected = method.predict_with(Networks(method.run.device, method.prepare).load(ended.spec, ended.weights))
+    expected = predict_by_heads(NetworkCache(method.run.device, method.prepare_network).load(ended.spec, ended.weights))
     torch.testing.assert_close(answer, expected(inputs).logits)
 
 
@@ -157,10 +157,10 @@ def test_it_is_loaded_once_a_round(
 ) -> None:
     method = method_of(Lwf, "federation.local_epochs=3")
     server = method.start_task(federate(method, 1), 1)
-    loads, load = [], Networks.load
-    monkeypatch.setattr(Networks, "load", lambda self, *of: loads.append(self) or load(self, *of))
+    loads, load = [], NetworkCache.load
+    monkeypatch.setattr(NetworkCache, "load", lambda self, *of: loads.append(self) or load(self, *of))
     method.train(client_of(method, 0, 1), method.payload(server))
-    assert loads == [method.networks, method.desks[0]]
+    assert loads == [method.networks, method.teacher_networks[0]]
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -170,14 +170,14 @@ def test_without_weight_it_is_fedavg_to_the_bit(
     splits = splits_of(**STREAMS[stream])
     fedavg = federate(method_of(FedAvg, *HARD, splits=splits))
     mine = federate(method_of(Lwf, *HARD, splits=splits, weight=0.0))
-    assert state.digest(mine.weights) == state.digest(fedavg.weights)
+    assert trees.digest(mine.weights) == trees.digest(fedavg.weights)
     taught = federate(method_of(Lwf, *HARD, splits=splits, weight=1.0))
-    assert state.digest(taught.weights) != state.digest(fedavg.weights)
+    assert trees.digest(taught.weights) != trees.digest(fedavg.weights)
 
 
 def test_the_first_task_has_no_teacher(method_of: Callable, federate: Callable) -> None:
     mine, fedavg = (federate(method_of(kind, *HARD), 1) for kind in (Lwf, FedAvg))
-    assert state.digest(mine.to_tree()) == state.digest(fedavg.to_tree())
+    assert trees.digest(mine.to_tree()) == trees.digest(fedavg.to_tree())
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -190,15 +190,15 @@ def test_a_heavier_lesson_keeps_old_answers(
         method = method_of(Lwf, "federation.local_epochs=10", splits=splits_of(**STREAMS[stream]), weight=weight)
         server = method.start_task(federate(method, 1), 1)
         client = client_of(method, 0, 1)
-        training = method.prepared(client, method.payload(server))
+        training = method.prepare_training(client, method.payload(server))
         training.run()
         batch = first_batch(client)
         teacher = method_of(Lwf, splits=splits_of(**STREAMS[stream]), weight=1.0)
-        (at_the_desk,) = teacher.prepared(client, method.payload(server)).teachers
+        (last_model,) = teacher.prepare_training(client, method.payload(server)).part(Teachers)
         with torch.no_grad():
             features = training.network.backbone(batch.inputs)
-            lesson = method.lesson(training.network, features, at_the_desk.logits(batch.inputs))
-        distances.append(float(lesson))
+            distance = method.distill(training.network, features, last_model.logits(batch.inputs))
+        distances.append(float(distance))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
 from fclmodels.data.batches import Batch
-from fclmodels.federation.local import make_optimiser
+from fclmodels.federation.training.local_training import make_optimiser
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.prox_anchor import ProxAnchor
 from fclmodels.methods.special_c import SpecialC
+from fclmodels.storage import trees
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from fclmodels.methods.special_c import SpecialC
 )
 def test_mu_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
     zero, fedavg = federate(method_of(ProxAnchor, *optimiser, mu=0.0)), federate(method_of(FedAvg, *optimiser))
-    assert state.digest(zero.weights) == state.digest(fedavg.weights)
+    assert trees.digest(zero.weights) == trees.digest(fedavg.weights)
     some = federate(method_of(ProxAnchor, *optimiser, mu=0.5))
-    assert state.digest(some.weights) != state.digest(fedavg.weights)
+    assert trees.digest(some.weights) != trees.digest(fedavg.weights)
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.1, 3.0])
 def test_the_gradient_is_autograds_of_the_objective(
-    mu: float, method_of: Callable, client_of: Callable, federate: Callable
+    mu: float, method_of: Callable, client_of: Callable, federate: Callable, training_on: Callable
 ) -> None:
     """Of F_k(w) + mu/2 ||w - W*||^2, where W* has fewer rows in the head than w."""
     method = method_of(ProxAnchor, mu=mu)
@@ -39,7 +39,7 @@ def test_the_gradient_is_autograds_of_the_objective(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
-    training = method.training(client, method.payload(server), network, server.weights)
+    training = training_on(method, client, method.payload(server), network, server.weights)
     batch: Batch = next(next(client.epochs()))
     parameters = training.parameters
 
@@ -56,7 +56,7 @@ def test_the_gradient_is_autograds_of_the_objective(
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_by_hand(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+def test_a_step_by_hand(method_of: Callable, client_of: Callable, federate: Callable, training_on: Callable) -> None:
     """w = 2, g = 0.5, W* = 1, mu = 0.1, lr = 0.1: 2 - 0.1 (0.5 + 0.1 (2 - 1)) = 1.94; new rows of the head: 1.95."""
     method = method_of(ProxAnchor, "optimizer.lr=0.1", "optimizer.momentum=0", mu=0.1)
     server = method.start_task(federate(method, 1), 1)
@@ -64,7 +64,7 @@ def test_a_step_by_hand(method_of: Callable, client_of: Callable, federate: Call
     server = replace(server, knowledge={**server.knowledge, "anchor": {n: torch.ones_like(t) for n, t in old.items()}})
     client = client_of(method, 1, 1)
     network = method.networks.load(server.spec, {name: torch.full_like(t, 2) for name, t in server.weights.items()})
-    training = method.training(client, method.payload(server), network, server.weights)
+    training = training_on(method, client, method.payload(server), network, server.weights)
     for parameter in training.parameters.values():
         parameter.grad = torch.full_like(parameter, 0.5)
     method.gradient(training)
@@ -86,8 +86,8 @@ def test_under_plain_sgd_special_c_is_a_case_of_it(
     splits = splits_of(same_classes=True)
     method = method_of(SpecialC, f"optimizer.lr={eta}", splits=splits, c=c)
     server = method.start_task(federate(method, 1), 1)
-    reply, _ = method.train(client_of(method, 0, 1), method.payload(server))
+    ours = method.train(client_of(method, 0, 1), method.payload(server)).tensors["update"]
     other = method_of(ProxAnchor, f"optimizer.lr={eta / (1 + c)}", mu=c / eta, splits=splits)
-    same, _ = other.train(client_of(other, 0, 1), other.payload(server))
-    for name, update in reply.parts["update"].tensors.items():
-        torch.testing.assert_close(update, same.parts["update"].tensors[name], rtol=0, atol=1e-5)
+    same = other.train(client_of(other, 0, 1), other.payload(server)).tensors["update"]
+    for name, update in ours.items():
+        torch.testing.assert_close(update, same[name], rtol=0, atol=1e-5)

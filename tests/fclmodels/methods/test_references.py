@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
-from fclmodels.data.splits import Splits
+from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.joint import Joint
 from fclmodels.methods.single_task import SingleTask
+from fclmodels.storage import trees
 
 
 class RecordingJoint(Joint):
@@ -61,7 +61,7 @@ def test_joint_starts_from_scratch_after_each_task(method_of: Callable, federate
     method = method_of(Joint, "model.freeze=[fc1]")
     fresh = method.start_task(method.start_task(method.setup(), 0), 1)
     learned = method.start_task(federate(method, 1), 1)
-    assert state.digest(learned.to_tree()) == state.digest(fresh.to_tree())
+    assert trees.digest(learned.to_tree()) == trees.digest(fresh.to_tree())
     end = federate(method, 2).weights
     assert not torch.equal(end["backbone.fc1.weight"], fresh.weights["backbone.fc1.weight"])
 
@@ -78,7 +78,9 @@ def test_joint_loss_is_the_mean_over_samples_of_each_ones_own(
     assert set(batch.tasks.tolist()) == {0, 1}
     losses = []
     for x, label, task in zip(batch.inputs, batch.labels.tolist(), batch.tasks.tolist(), strict=True):
-        columns = network.logits(network.backbone(x[None]), None if (head, over) == ("growing", "seen") else task)
+        columns = network.compute_logits(
+            network.backbone(x[None]), None if (head, over) == ("growing", "seen") else task
+        )
         target = label if (head, over) == ("growing", "seen") else label - 2 * task
         losses.append(cross_entropy(columns, torch.tensor([target])))
     got = method.loss(LocalTraining(method, client, network, server.weights), batch)
@@ -94,13 +96,13 @@ def test_single_tasks_model_is_independent_of_other_tasks_data(
         splits = own_splits(tasks=3, head=head)
         if noisy:
             images = np.lib.format.open_memmap(splits.folder / "../prepared/images.npy", "r+")
-            others = np.concatenate([splits.rows(task, "train").samples for task in (0, 2)])
+            others = np.concatenate([splits.select_rows(task, "train").samples for task in (0, 2)])
             images[others] = 255 - images[others]
             images.flush()
             splits = Splits.open(splits.folder)
         servers.append(federate(method_of(SingleTask, splits=splits)))
     models = [[*server.knowledge["models"], server.weights] for server in servers]
-    same = [state.digest(one) == state.digest(two) for one, two in zip(*models, strict=True)]
+    same = [trees.digest(one) == trees.digest(two) for one, two in zip(*models, strict=True)]
     assert same == [False, True, False]
 
 
@@ -136,7 +138,7 @@ def test_a_server_lr_that_falls_over_tasks_does_not_hold_a_reference_back(
     """Each task begins anew, so nothing of the last task's model is there to be kept."""
     falling = federate(method_of(reference, "federation.server_lr_schedule=1/t"))
     constant = federate(method_of(reference))
-    assert state.digest(falling.weights) == state.digest(constant.weights)
+    assert trees.digest(falling.weights) == trees.digest(constant.weights)
 
 
 def test_in_joints_ledger_only_samples_travel(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
@@ -144,5 +146,5 @@ def test_in_joints_ledger_only_samples_travel(experiment_of: Callable, splits_of
     experiment_of(method="joint", splits=splits).run(tmp_path / "run")
     ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet")
     assert set(ledger["kind"]) == {"samples"}
-    train = sum(len(splits.rows(task.index, "train")) for task in splits.tasks)
+    train = sum(len(splits.select_rows(task.index, "train")) for task in splits.tasks)
     assert ledger["bytes"].sum() == train * splits.images[0].numel()

@@ -8,13 +8,14 @@ import polars as pl
 import pytest
 import torch
 
-from fclmodels import params as reading
-from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.federation.replies import Replies
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.special import Special, drift, fitting, rounded_down, useful_rounds
+from fclmodels.methods.special import Special, drift, lambda_for, round_down, useful_rounds
+from fclmodels.settings import load as reading
+from fclmodels.settings.describe import explain
+from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "federation.clients_per_round=3")
 
@@ -38,8 +39,8 @@ def test_lambda_zero_is_fedavg_to_the_bit(
     splits = splits_of(head=head)
     fedavg = federate(method_of(FedAvg, *overrides, splits=splits)).weights
     zero, some = (federate(special_of(method_of, lam, *overrides, splits=splits)).weights for lam in (0.0, 0.5))
-    assert state.digest(zero) == state.digest(fedavg)
-    assert state.digest(some) != state.digest(fedavg)
+    assert trees.digest(zero) == trees.digest(fedavg)
+    assert trees.digest(some) != trees.digest(fedavg)
 
 
 def test_a_round_of_a_later_task_is_fedavgs_and_then_eq_6(method_of: Callable, federate: Callable) -> None:
@@ -90,8 +91,8 @@ def test_so_many_rounds_are_useful(lam: float, rounds: int) -> None:
 
 @pytest.mark.parametrize("rounds", [1, 10, 20, 500])
 def test_the_fitting_lambda_makes_just_these_rounds_useful(rounds: int) -> None:
-    assert useful_rounds(1.001 * fitting(rounds)) == rounds
-    assert useful_rounds(0.99 * fitting(rounds)) > rounds or rounds == 1
+    assert useful_rounds(1.001 * lambda_for(rounds)) == rounds
+    assert useful_rounds(0.99 * lambda_for(rounds)) > rounds or rounds == 1
 
 
 def test_advice_tells_how_many_rounds_are_useful(method_of: Callable, splits_of: Callable) -> None:
@@ -120,8 +121,8 @@ def test_advice_warns_of_rounds_that_the_anchor_makes_useless(method_of: Callabl
 
 @pytest.mark.parametrize("rounds", [2, 39, 40, 500])
 def test_who_follows_the_advice_is_not_warned_again(rounds: int, method_of: Callable) -> None:
-    assert useful_rounds(rounded_down(fitting(rounds))) >= rounds
-    assert rounded_down(fitting(rounds)) > 0.9 * fitting(rounds)
+    assert useful_rounds(round_down(lambda_for(rounds))) >= rounds
+    assert round_down(lambda_for(rounds)) > 0.9 * lambda_for(rounds)
 
 
 def test_the_least_lambda_has_advice_too(method_of: Callable) -> None:
@@ -139,18 +140,18 @@ def test_there_is_no_advice_where_nothing_is_anchored(method_of: Callable, split
 def load(tmp_path: Path) -> Callable[..., Any]:
     file = tmp_path / "params.yaml"
     file.write_text("partition: {val: 0.1}\nmethods:\n  special: {lambda: 0.1}\n")
-    return lambda *overrides: reading.load(file, overrides)
+    return lambda *overrides: reading.load_params(file, overrides)
 
 
 @pytest.mark.parametrize(("written", "value"), [("0.3", 0.3), ("2", 2.0), ("auto", "auto")])
 def test_lambda_is_its_name_wherever_it_is_written(load: Callable, written: str, value: float | str) -> None:
-    assert reading.method_settings(load(), "special").lam == 0.1
+    assert reading.load_method_settings(load(), "special").lam == 0.1
     params = load(f"methods.special.lambda={written}")
-    assert reading.method_settings(params, "special").lam == value
-    effective = reading.effective(params, "special")
+    assert reading.load_method_settings(params, "special").lam == value
+    effective = reading.collect_settings(params, "special")
     assert effective["methods"]["special"]["lambda"] == value
-    assert reading.flat(effective)["methods.special.lambda"] == value
-    assert {row.path for row in reading.explain("lambda")} >= {"methods.special.lambda"}
+    assert reading.flatten_settings(effective)["methods.special.lambda"] == value
+    assert {row.path for row in explain("lambda")} >= {"methods.special.lambda"}
 
 
 @pytest.mark.parametrize(
@@ -178,5 +179,5 @@ def test_another_lambda_is_another_experiment_and_the_run_folder_says_which(
     assert len(keys) == 2
     result = experiment.run(tmp_path / "run")
     assert result["settings"]["methods"]["special"]["lambda"] == 0.2
-    again = reading.load(tmp_path / "run" / "settings.json", method="special")
-    assert reading.effective(again, "special") == reading.effective(experiment.params, "special")
+    again = reading.load_params(tmp_path / "run" / "settings.json", method="special")
+    assert reading.collect_settings(again, "special") == reading.collect_settings(experiment.params, "special")

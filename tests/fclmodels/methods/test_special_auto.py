@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
 from fclmodels.errors import UserError
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.federation.replies import Replies
-from fclmodels.methods.anchored import distance
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.radius import Search, share_within
+from fclmodels.methods.parts.anchor import distance
+from fclmodels.methods.parts.anchor_radius import Search, share_within
 from fclmodels.methods.special import Special
+from fclmodels.storage import trees
 
 GUESSING = math.log(10)
 AUTO = {"lambda": "auto"}
@@ -97,7 +98,7 @@ def test_the_share_projects_onto_the_ball(radius: float, distance: float) -> Non
 
 def loss_by_hand(method: Special, weights: dict[str, Any], task: int, client: int) -> tuple[float, int]:
     splits = method.run.splits
-    rows = splits.rows(task, "val", client)
+    rows = splits.select_rows(task, "val", client)
     x = (splits.images[torch.from_numpy(rows.samples)].float() / 255 - 0.5) / 0.25
     network = method.networks.load(method.run.spec(task + 1), weights).eval()
     with torch.no_grad():
@@ -110,22 +111,22 @@ def test_a_client_tells_the_val_loss_of_what_it_was_sent(
     """Two numbers, of its own val rows, before any training; and nothing in the first task."""
     method = method_of(Special, "model.dropout=[0.2, 0.5]", splits=splits_of(val=5), **AUTO)
     server = method.start_task(federate(method, 1), 1)
-    reply, _ = method.train(client_of(method, 2, 1), method.payload(server))
+    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 2, 1), method.payload(server))
     expected, count = loss_by_hand(method, server.weights, 1, 2)
     told = reply.parts["val"]
     assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("loss", 16, 5)
     assert count == 5
     assert told.tensors["loss"].item() == pytest.approx(expected, rel=1e-5)
     first = method.start_task(method.setup(), 0)
-    assert "val" not in method.train(client_of(method, 2), method.payload(first))[0].parts
+    assert "val" not in method.exchanges[TRAIN].reply(client_of(method, 2), method.payload(first))[0].parts
 
 
 def test_training_is_fedavgs(method_of: Callable, client_of: Callable, splits_of: Callable, federate: Callable) -> None:
     splits, dropout = splits_of(val=5), "model.dropout=[0.2, 0.5]"
     auto, fedavg = method_of(Special, dropout, splits=splits, **AUTO), method_of(FedAvg, dropout, splits=splits)
     payload = auto.payload(auto.start_task(federate(auto, 1), 1))
-    ours, theirs = (method.train(client_of(method, 1, 1), payload)[0].parts for method in (auto, fedavg))
-    assert state.digest(ours["update"].tensors) == state.digest(theirs["update"].tensors)
+    ours, theirs = (method.train(client_of(method, 1, 1), payload).tensors for method in (auto, fedavg))
+    assert trees.digest(ours["update"]) == trees.digest(theirs["update"])
     assert ours.keys() - theirs.keys() == {"val"}
 
 
@@ -252,8 +253,8 @@ def test_under_noise_no_client_tells_more_than_its_bound(
     payload = method.payload(method.start_task(method.start_task(method.setup(), 0), 1))
     wrong = {name: 1e4 * tensor for name, tensor in payload["weights"].tensors.items()}
     told = method.val_loss(client_of(method, 0, 1), {"weights": Part("weights", wrong)})
-    assert (told.tensors["loss"].item(), told.tensors["samples"].item()) == (1, 1)
-    assert told.bound == pytest.approx(2**0.5)
+    assert (told["loss"].item(), told["samples"].item()) == (1, 1)
+    assert method.update_form(1, 0)["val"].bound == pytest.approx(2**0.5)
 
 
 def test_stopped_and_resumed_it_is_the_same(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fclmodels import state
-from fclmodels.federation.local import LocalTraining
-from fclmodels.methods.anchored import AnchoredOnClients, AnchoredTraining, rows
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.anchor import AnchoredParameters, rows
 from fclmodels.methods.special_c import SpecialC
+from fclmodels.storage import trees
 
 OPTIMISERS = {
     "sgd": ("optimizer.lr=0.1",),
@@ -21,18 +21,19 @@ OPTIMISERS = {
 EVERY_OPTIMISER = pytest.mark.parametrize("optimiser", OPTIMISERS.values(), ids=OPTIMISERS)
 
 
-class ByStep(AnchoredOnClients):
+class ByStep(SpecialC):
     """SPECIAL-C in terms of the whole step: w + s becomes (w + s + c W*) / (1 + c)."""
 
-    Settings = SpecialC.Settings
-
     def step(self, training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert isinstance(training, AnchoredTraining)
-        c = self.settings.c
-        for name, anchor in training.anchor.items():
-            proposed = training.anchored[name]  # the parameters are where the optimiser wants them to be
+        anchored, c = training.part(AnchoredParameters), self.settings.c
+        assert anchored is not None
+        for name, anchor in anchored.anchor.items():
+            proposed = anchored.parameters[name]  # they are where the optimiser wants them to be
             rows(steps[name], anchor).add_((proposed + c * anchor) / (1 + c) - proposed)
         return steps
+
+    def after(self, training: LocalTraining) -> None:
+        """Do nothing: the step was anchored."""
 
 
 @EVERY_OPTIMISER
@@ -47,9 +48,9 @@ def test_it_is_what_the_step_hook_would_do(optimiser: tuple[str, ...], method_of
 @EVERY_OPTIMISER
 def test_c_zero_is_fedavg_to_the_bit(optimiser: tuple[str, ...], method_of: Callable, federate: Callable) -> None:
     zero, fedavg = (federate(method_of(kind, *optimiser)).weights for kind in (FedAvg, SpecialC))
-    assert state.digest(fedavg) != state.digest(zero)
+    assert trees.digest(fedavg) != trees.digest(zero)
     zero_c = federate(method_of(SpecialC, *optimiser, c=0.0)).weights
-    assert state.digest(zero_c) == state.digest(zero)
+    assert trees.digest(zero_c) == trees.digest(zero)
 
 
 def test_one_local_step_by_hand(method_of: Callable, client_of: Callable, federate: Callable) -> None:
@@ -71,17 +72,18 @@ def test_one_local_step_by_hand(method_of: Callable, client_of: Callable, federa
     for name, old in anchor.items():
         expected[name][: len(old)] = (expected[name][: len(old)] + 0.25 * old) / 1.25
 
-    reply, _ = method.train(client, payload)
-    for name, update in reply.parts["update"].tensors.items():
+    for name, update in method.train(client, payload).tensors["update"].items():
         torch.testing.assert_close(weights[name] + update / client.weight, expected[name], rtol=0, atol=1e-6)
 
 
-def test_the_mapping_is_the_proximal_one(method_of: Callable, client_of: Callable, federate: Callable) -> None:
+def test_the_mapping_is_the_proximal_one(
+    method_of: Callable, client_of: Callable, federate: Callable, training_on: Callable
+) -> None:
     """prox(v) = argmin_w 1/2 ||w - v||^2 + c/2 ||w - W*||^2, solved numerically."""
     method = method_of(SpecialC, c=0.7)
     server = method.start_task(federate(method, 1), 1)
     network = method.networks.load(server.spec, {name: w + 0.3 for name, w in server.weights.items()})
-    training = method.training(client_of(method, 0, 1), method.payload(server), network, server.weights)
+    training = training_on(method, client_of(method, 0, 1), method.payload(server), network, server.weights)
     v = training.parameters["backbone.fc2.bias"].detach().double().numpy().copy()
     anchor = server.knowledge["anchor"]["backbone.fc2.bias"].double().numpy()
     best = minimize(lambda w: ((w - v) ** 2).sum() / 2 + 0.7 * ((w - anchor) ** 2).sum() / 2, v, tol=1e-9).x

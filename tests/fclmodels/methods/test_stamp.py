@@ -12,21 +12,21 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import state
 from fclmodels.data.batches import Batch
-from fclmodels.data.splits import Rows, Splits
+from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.local import LocalTraining
+from fclmodels.federation.engine.listener import Listener
+from fclmodels.federation.exchange import Memory
 from fclmodels.federation.server import Server
-from fclmodels.listener import Listener
-from fclmodels.methods.base import Memory
-from fclmodels.methods.episodic import keeping
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedomg import FedOMG
+from fclmodels.methods.parts.replay_memory import samples_memory
 from fclmodels.methods.stamp import Stamp
-from fclmodels.numerics.alignment import alignment, exact
+from fclmodels.numerics.alignment import alignment, solve_exactly
 from fclmodels.numerics.protonet import prototype_loss
+from fclmodels.storage import trees
 
 # One step a round, and coresets that are drawn whole: what a draw would choose is no matter.
 ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
@@ -56,11 +56,11 @@ def coreset_of(method: Any, sizes: tuple[int, ...] = (4, 3)) -> tuple[Rows, Memo
     rows = Rows.concatenate([method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)])
     means = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).abs()
     prototypes = {"labels": torch.arange(4, dtype=torch.int32), "means": means}
-    return rows, {**keeping(method.run.batches.raw(rows)), "seen": {}, "prototypes": prototypes}
+    return rows, {**samples_memory(method.run.batches.read_raw(rows)), "seen": {}, "prototypes": prototypes}
 
 
 def update_of(method: Any, client: Client) -> Named:
-    update = method.train(client, method.payload(third_task(method)))[0].parts["update"].tensors
+    update = method.train(client, method.payload(third_task(method))).tensors["update"]
     return {name: tensor.double().numpy() / client.weight for name, tensor in update.items()}
 
 
@@ -70,7 +70,7 @@ def ga(vectors: list[Named], names: set[str]) -> Named:
     V = np.stack([np.concatenate([v.get(n, np.zeros(s)).ravel() for n, s in shapes.items()]) for v in vectors])
     norms = np.linalg.norm(V, axis=1, keepdims=True)
     V = torch.from_numpy(V * norms.mean() / np.where(norms > 0, norms, 1))
-    found = (V.T @ alignment(V @ V.T, exact(V @ V.T, 0.5), 0.5)).numpy() / 1.5
+    found = (V.T @ alignment(V @ V.T, solve_exactly(V @ V.T, 0.5), 0.5)).numpy() / 1.5
     pieces = np.split(found, np.cumsum([int(np.prod(s)) for s in shapes.values()])[:-1])
     return {name: piece.reshape(s) for (name, s), piece in zip(shapes.items(), pieces, strict=True)}
 
@@ -90,9 +90,9 @@ def loss_of(network: Any, batch: Batch, task: int, protonet: float, memory: Memo
     """Cross entropy over all classes, or in the task's own head, and eq. 7."""
     features = network.backbone(batch.inputs)
     if network.spec.head == "growing":
-        loss = cross_entropy(network.logits(features), batch.labels)
+        loss = cross_entropy(network.compute_logits(features), batch.labels)
     else:
-        loss = cross_entropy(network.logits(features, task), batch.labels - 2 * task)
+        loss = cross_entropy(network.compute_logits(features, task), batch.labels - 2 * task)
     known = memory["prototypes"]
     return loss + protonet * prototype_loss(features, batch.labels, known["means"], known["labels"])
 
@@ -112,7 +112,7 @@ def test_a_step_goes_down_the_alignment_of_tasks_gradients(
     gradients = []
     for task in (2, 0, 1):
         own = client.rows if task == 2 else rows.take(np.flatnonzero(rows.tasks == task))
-        (batch,) = method.run.batches.ordered(own, 64)
+        (batch,) = method.run.batches.iterate_ordered(own, 64)
         gradients.append(gradient_of(loss_of(network, batch, task, protonet, memory), network))
     past = gradients[1].keys() | gradients[2].keys()
     expected = gradients[0] | ga(gradients, set(past))
@@ -143,7 +143,7 @@ def test_a_step_by_prototypes_bends_the_head_only(
     for task in (0, 1):
         mine = slice(2 * task, 2 * task + 2)
         features = memory["prototypes"]["means"][mine]
-        logits = network.logits(features, None if head == "growing" else task)
+        logits = network.compute_logits(features, None if head == "growing" else task)
         labels = torch.tensor([0, 1]) + (2 * task if head == "growing" else 0)
         found = gradient_of(cross_entropy(logits, labels), network)
         long = length(gradients[0]) / length(found)
@@ -202,7 +202,7 @@ def test_tasks_that_agree_change_nothing(
     for way in (temporal, "none"):
         method = method_of(Stamp, *overrides, splits=splits, temporal=way, protonet=0)
         _, memory = coreset_of(method)
-        client = client_of(method, 0, 2, memory=memory | keeping(method.run.batches.raw(method.rows(2, 0))))
+        client = client_of(method, 0, 2, memory=memory | samples_memory(method.run.batches.read_raw(method.rows(2, 0))))
         updates.append(update_of(method, client))
     for name, moved in updates[1].items():
         assert_allclose(updates[0][name], moved, atol=1e-5)
@@ -217,11 +217,10 @@ def test_a_round_leaves_running_statistics_to_the_current_task(
         method = method_of(Stamp, "model.backbone=resnet18", splits=splits_of(tasks=3), temporal=temporal)
         _, memory = coreset_of(method)
         memory["prototypes"]["means"] = torch.ones(4, 16)
-        reply, _ = method.train(client_of(method, 0, 2, memory=memory), method.payload(third_task(method)))
-        moved.append({name: reply.parts[name].tensors for name in ("update", "statistics")})
+        moved.append(method.train(client_of(method, 0, 2, memory=memory), method.payload(third_task(method))).tensors)
     assert all(torch.equal(moved[0]["statistics"][name], t) for name, t in moved[1]["statistics"].items())
     assert moved[1]["statistics"]["backbone.bn1.running_mean"].any()
-    assert state.digest(moved[0]["update"]) != state.digest(moved[1]["update"])
+    assert trees.digest(moved[0]["update"]) != trees.digest(moved[1]["update"])
 
 
 @pytest.mark.parametrize("head", ["growing", "per-task"])
@@ -240,7 +239,7 @@ def test_a_client_that_joins_trains_as_one_without_a_past(
 
 
 def digest_of(method: Any, federate: Callable, tasks: int | None = None) -> str:
-    return state.digest(federate(method, tasks).weights)
+    return trees.digest(federate(method, tasks).weights)
 
 
 def test_without_coresets_it_is_the_alignment_on_the_server(method_of: Callable, federate: Callable) -> None:
@@ -289,7 +288,7 @@ def test_old_tasks_are_forgotten_less(
         server = federate(method)
         network = method.networks.load(server.spec, server.weights).eval()
         rows = Rows.concatenate([method.rows(task, client) for task in (0, 1) for client in range(2)])
-        (batch,) = method.run.batches.ordered(rows, 1000)
+        (batch,) = method.run.batches.iterate_ordered(rows, 1000)
         losses.append(cross_entropy(network(batch.inputs), batch.labels).item())
     assert losses[1] < 0.75 * losses[0]
 

@@ -11,15 +11,15 @@ from torch.testing import assert_close
 
 from fclmodels.numerics import alignment as module
 from fclmodels.numerics.alignment import (
-    aligned,
+    align,
     alignment,
-    by_descent,
-    columns,
-    combined,
-    equal_norms,
-    exact,
+    combine,
+    equalise_norms,
     gram,
+    iterate_columns,
     objective,
+    solve_by_descent,
+    solve_exactly,
 )
 
 PAPERS = {"rounds": 100, "lr": 25.0, "momentum": 0.5, "step_size": 30}
@@ -36,11 +36,11 @@ def by_slsqp(G: Tensor, kappa: float) -> float:
 
     simplex = {"type": "eq", "fun": lambda p: p.sum() - 1}
     starts = [np.full(n, 1 / n), *(0.9 * np.eye(n)[i] + 0.1 / n for i in range(min(n, 3)))]
-    found = [
+    result = [
         minimize(f, p, bounds=[(0, 1)] * n, constraints=simplex, options={"maxiter": 500, "ftol": 1e-13})
         for p in starts
     ]
-    return scale * min(f(np.clip(r.x, 0, None) / np.clip(r.x, 0, None).sum()) for r in found)
+    return scale * min(f(np.clip(r.x, 0, None) / np.clip(r.x, 0, None).sum()) for r in result)
 
 
 def vectors(seed: int, n: int, common: float, spread: float) -> Tensor:
@@ -62,18 +62,18 @@ def test_the_minimiser_is_scipys(seed: int, n: int, common: float, spread: float
     V = vectors(seed, n, common, spread)
     G = V @ V.T
     scale = float(G.diagonal().mean())
-    p = exact(G, kappa)
+    p = solve_exactly(G, kappa)
     assert float(p.sum()) == pytest.approx(1, abs=1e-12)
     assert float(p.min()) >= 0
     assert objective(G, p, kappa) <= by_slsqp(G, kappa) + 1e-6 * scale
-    assert objective(G, by_descent(G, kappa, **PAPERS), kappa) >= objective(G, p, kappa) - 1e-8 * scale
+    assert objective(G, solve_by_descent(G, kappa, **PAPERS), kappa) >= objective(G, p, kappa) - 1e-8 * scale
 
 
 def above_exact(V: Tensor, kappa: float, **steps: float) -> float:
     """How far the descent ends above the exact minimum, in mean squared lengths of the vectors."""
     G = V @ V.T
-    found, least = (objective(G, p, kappa) for p in (by_descent(G, kappa, **steps), exact(G, kappa)))
-    return (found - least) / float(G.diagonal().mean())
+    result, least = (objective(G, p, kappa) for p in (solve_by_descent(G, kappa, **steps), solve_exactly(G, kappa)))
+    return (result - least) / float(G.diagonal().mean())
 
 
 LONG = {**PAPERS, "rounds": 1000, "step_size": 300}
@@ -111,7 +111,7 @@ def test_at_four_times_its_rate_it_comes_that_near_for_vectors_of_one_length(
 def test_the_order_of_vectors_does_not_matter(seed: int, n: int) -> None:
     V = vectors(seed, n, 0.3, 0.5)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
-    aligned, permuted = (U.T @ alignment(U @ U.T, exact(U @ U.T, 0.5), 0.5) for U in (V, V[order]))
+    aligned, permuted = (U.T @ alignment(U @ U.T, solve_exactly(U @ U.T, 0.5), 0.5) for U in (V, V[order]))
     assert_close(aligned, permuted, rtol=1e-3, atol=1e-3 * float(V.norm(dim=1).mean()))
 
 
@@ -121,7 +121,7 @@ def test_equal_vectors_keep_their_direction(n: int, rescale: str, length: float)
     g = torch.tensor([3.0, 4.0], dtype=torch.float64)
     V = g.expand(n, 2)
     G = V @ V.T
-    for p in (exact(G, 0.5), by_descent(G, 0.5, **PAPERS)):
+    for p in (solve_exactly(G, 0.5), solve_by_descent(G, 0.5, **PAPERS)):
         assert_close(V.T @ alignment(G, p, 0.5, rescale), length * g)
 
 
@@ -130,7 +130,7 @@ def test_of_two_vectors_of_one_norm_the_mean_is_best(seed: int, kappa: float) ->
     """f is convex and does not change where they are exchanged: whatever kappa, there is nothing to search."""
     V = torch.nn.functional.normalize(vectors(seed, 2, 0.3, 0.5))
     G = V @ V.T
-    for p in (exact(G, kappa), by_descent(G, kappa, **PAPERS)):
+    for p in (solve_exactly(G, kappa), solve_by_descent(G, kappa, **PAPERS)):
         assert_close(V.T @ alignment(G, p, kappa, "1/(1+kappa)"), V.mean(dim=0), rtol=0, atol=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_a_conflict_that_can_be_worked_out() -> None:
     """Two unit vectors at a right angle, one three times as long: kappa = 1, p by the zero of the derivative."""
     V = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     G = V @ V.T
-    p = exact(G, 1.0)
+    p = solve_exactly(G, 1.0)
     # f(a) = 4.5 a + 0.5 (1 - a) + sqrt(2.5) sqrt(9 a^2 + (1 - a)^2): its least value on a grid of a million points.
     a = np.linspace(0, 1, 1_000_001)
     f = 4.5 * a + 0.5 * (1 - a) + np.sqrt(2.5 * (9 * a**2 + (1 - a) ** 2))
@@ -148,22 +148,24 @@ def test_a_conflict_that_can_be_worked_out() -> None:
 def test_vectors_that_cancel_leave_their_mean() -> None:
     V = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     G = V @ V.T
-    assert_close(V.T @ alignment(G, exact(G, 0.5), 0.5), torch.zeros(2, dtype=torch.float64))
+    assert_close(V.T @ alignment(G, solve_exactly(G, 0.5), 0.5), torch.zeros(2, dtype=torch.float64))
     zero = torch.zeros(3, 3, dtype=torch.float64)
-    assert_close(alignment(zero, exact(zero, 0.5), 0.5), torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert_close(alignment(zero, solve_exactly(zero, 0.5), 0.5), torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
 def test_for_kappa_of_at_least_one_no_vector_is_opposed_and_for_less_one_may_be() -> None:
     V = torch.tensor([[1.0, 0.0], [-0.3, 0.2]], dtype=torch.float64)
     G = V @ V.T
-    products = {kappa: float((V @ V.T @ alignment(G, exact(G, kappa), kappa)).min()) for kappa in (0.25, 0.5, 1.0)}
+    products = {
+        kappa: float((V @ V.T @ alignment(G, solve_exactly(G, kappa), kappa)).min()) for kappa in (0.25, 0.5, 1.0)
+    }
     assert products[0.25] < products[0.5] < 0 <= products[1.0] + 1e-9
 
 
 def test_vectors_of_one_norm() -> None:
     V = vectors(0, 5, 0.3, 1.0)
     V[2] = 0
-    s = equal_norms(V @ V.T)
+    s = equalise_norms(V @ V.T)
     norms = (s[:, None] * V).norm(dim=1)
     assert_close(norms[[0, 1, 3, 4]], V.norm(dim=1).mean().expand(4))
     assert norms[2] == 0
@@ -173,16 +175,16 @@ def test_a_gram_matrix_of_chunks_is_exact_where_one_product_is_not() -> None:
     random = torch.Generator().manual_seed(0)
     V = 1e-3 + 1e-4 * torch.randn(3, 2_000_000, generator=random)
     true = V.double() @ V.double().T
-    found = gram(V.split(65_536, dim=1))
-    assert float(((found - true) / true).abs().max()) < 1e-5
+    result = gram(V.split(65_536, dim=1))
+    assert float(((result - true) / true).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("width", [1, 5, 100])
 def test_a_combination_of_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COLUMNS", width)
     tensors = list(torch.arange(36.0).view(3, 3, 4))
-    found = combined(tensors, [1.0, 0.0, -2.0])
-    assert_close(found, tensors[0] - 2 * tensors[2])
+    result = combine(tensors, [1.0, 0.0, -2.0])
+    assert_close(result, tensors[0] - 2 * tensors[2])
     assert torch.equal(tensors[0], torch.arange(12.0).view(3, 4))
 
 
@@ -199,7 +201,7 @@ def test_columns_are_the_vectors_in_order_of_names(width: int, monkeypatch: pyte
         with monkeypatch.context() as patch:
             for name, limit in limits.items():
                 patch.setattr(module, name, limit)
-            chunks = list(columns(spread_over_names(V), ["b.weight", "c", "a.weight"]))
+            chunks = list(iterate_columns(spread_over_names(V), ["b.weight", "c", "a.weight"]))
         assert max(chunk.shape[1] for chunk in chunks) <= width
         assert torch.equal(torch.cat(chunks, dim=1), V[:, [*range(15, 29), 29, *range(12)]])
 
@@ -207,7 +209,7 @@ def test_columns_are_the_vectors_in_order_of_names(width: int, monkeypatch: pyte
 def test_more_vectors_than_numbers_in_a_chunk_still_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUMBERS", 3)
     V = vectors(0, 5, 0.3, 0.5)
-    assert torch.equal(torch.cat(list(columns(spread_over_names(V), ["a.bias"])), dim=1), V[:, 12:15])
+    assert torch.equal(torch.cat(list(iterate_columns(spread_over_names(V), ["a.bias"])), dim=1), V[:, 12:15])
 
 
 @settings(max_examples=20)
@@ -218,13 +220,13 @@ def test_each_group_of_names_is_a_problem_of_its_own(seed: int, n: int, kappa: f
     places = {"b.weight": slice(15, 29), "c": slice(29, 30), "a.weight": slice(0, 12), "a.bias": slice(12, 15)}
     groups = [["b.weight", "c"], ["a.weight", "a.bias"]]
     named = spread_over_names(V)
-    found = aligned(named, groups, lambda G: alignment(G, exact(G, kappa), kappa))
-    assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in named[0].items()}
+    result = align(named, groups, lambda G: alignment(G, solve_exactly(G, kappa), kappa))
+    assert {name: tensor.shape for name, tensor in result.items()} == {name: t.shape for name, t in named[0].items()}
     for names in groups:
         U = torch.cat([V[:, places[name]] for name in names], dim=1)
         G = U @ U.T
-        expected = U.T @ alignment(G, exact(G, kappa), kappa)
-        got = torch.cat([found[name].flatten() for name in names])
+        expected = U.T @ alignment(G, solve_exactly(G, kappa), kappa)
+        got = torch.cat([result[name].flatten() for name in names])
         assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(U.norm(dim=1).mean()))
 
 
@@ -232,7 +234,8 @@ def test_a_conflict_in_one_layer_reaches_another_only_as_one_problem() -> None:
     """The first layer's vectors are equal: alone they come out (1 + kappa) times as long."""
     pair = [{"a": torch.tensor([1.0, 0.0]), "b": torch.tensor(b)} for b in ([3.0, 0.0], [-1.0, 1.0])]
     whole, alone = (
-        aligned(pair, groups, lambda G: alignment(G, exact(G, 0.5), 0.5)) for groups in ([["a", "b"]], [["a"], ["b"]])
+        align(pair, groups, lambda G: alignment(G, solve_exactly(G, 0.5), 0.5))
+        for groups in ([["a", "b"]], [["a"], ["b"]])
     )
     assert_close(alone["a"], torch.tensor([1.5, 0.0]))
     assert abs(float(whole["a"][0]) - 1.5) > 0.05
@@ -246,5 +249,5 @@ def test_a_gram_matrix_of_millions_of_columns() -> None:
     rows = [{name: mean * (1 + 0.3 * torch.randn(n, generator=random)) for name, n in sizes.items()} for mean in means]
     V = [np.concatenate([tensor.numpy() for tensor in row.values()]).astype(float) for row in rows]
     true = np.array([[v @ w for w in V] for v in V])
-    found = gram(columns(rows, list(sizes))).numpy()
-    assert np.abs((found - true) / true).max() < 1e-5
+    result = gram(iterate_columns(rows, list(sizes))).numpy()
+    assert np.abs((result - true) / true).max() < 1e-5

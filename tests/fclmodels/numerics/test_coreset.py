@@ -11,83 +11,83 @@ from numpy.testing import assert_allclose
 from scipy.optimize import lsq_linear
 from torch import Tensor
 
-from fclmodels.numerics.coreset import herded, mix_styles, relaxed, running_mean
+from fclmodels.numerics.coreset import mix_styles, running_mean, select_by_herding, select_by_relaxation
 
 SEEDS = st.integers(0, 10**6)
 NONE = torch.zeros(0, 12)
 
 
-def embeddings(seed: int, n: int, held: int) -> tuple[Tensor, Tensor]:
+def embeddings(seed: int, n: int, stored: int) -> tuple[Tensor, Tensor]:
     """Features of a class's new and of its stored samples, as they come out of a ReLU."""
     random = np.random.default_rng(seed)
     middle = random.normal(size=12)
-    X, H = (np.maximum(middle + random.normal(size=(m, 12)), 0) for m in (n, held))
+    X, H = (np.maximum(middle + random.normal(size=(m, 12)), 0) for m in (n, stored))
     return torch.from_numpy(X).float(), torch.from_numpy(H).float()
 
 
-def distance(chosen: np.ndarray, held: np.ndarray, target: np.ndarray) -> float:
-    return float(np.linalg.norm(np.concatenate([held, chosen]).mean(axis=0) - target))
+def distance(selected: np.ndarray, stored: np.ndarray, target: np.ndarray) -> float:
+    return float(np.linalg.norm(np.concatenate([stored, selected]).mean(axis=0) - target))
 
 
-@given(seed=SEEDS, n=st.integers(1, 14), k=st.integers(1, 14), held=st.integers(0, 4))
-def test_herding_is_greedy_by_brute_force(seed: int, n: int, k: int, held: int) -> None:
-    X, H = embeddings(seed, n, held)
+@given(seed=SEEDS, n=st.integers(1, 14), k=st.integers(1, 14), stored=st.integers(0, 4))
+def test_herding_is_greedy_by_brute_force(seed: int, n: int, k: int, stored: int) -> None:
+    X, H = embeddings(seed, n, stored)
     target = torch.from_numpy(np.random.default_rng(seed).normal(size=12))
     x, h, t = (tensor.double().numpy() for tensor in (X, H, target))
     expected: list[int] = []
     for _ in range(min(k, n)):
         free = [i for i in range(n) if i not in expected]
         expected.append(min(free, key=lambda i: distance(x[[*expected, i]], h, t)))
-    assert herded(X, k, target, H).tolist() == expected
+    assert select_by_herding(X, k, target, H).tolist() == expected
 
 
 def test_herding_by_hand() -> None:
     """Towards 3: 2 alone, with it 5 (mean 3.5) rather than 7 (4.5) or the other 2, then that 2 (mean 3)."""
     X = torch.tensor([[7.0], [2.0], [2.0], [5.0]])
     target = torch.tensor([3.0])
-    assert herded(X, 3, target, torch.zeros(0, 1)).tolist() == [1, 3, 2]
+    assert select_by_herding(X, 3, target, torch.zeros(0, 1)).tolist() == [1, 3, 2]
     # A stored 1 draws the first choice up: the mean with 5 is 3.
-    assert herded(X, 1, target, torch.ones(1, 1)).tolist() == [3]
+    assert select_by_herding(X, 1, target, torch.ones(1, 1)).tolist() == [3]
 
 
 @settings(max_examples=30)
-@given(seed=SEEDS, n=st.integers(2, 10), held=st.integers(1, 5))
-def test_the_relaxed_choice_is_the_top_of_scipys_weights(seed: int, n: int, held: int) -> None:
+@given(seed=SEEDS, n=st.integers(2, 10), stored=st.integers(1, 5))
+def test_the_relaxed_choice_is_the_top_of_scipys_weights(seed: int, n: int, stored: int) -> None:
     """Wherever two weights in turn differ enough to tell; some of them stand at 0 or at 1."""
     random = np.random.default_rng(seed)
-    X, H = random.normal(size=(n, 60)), random.normal(size=(held, 60))
-    wanted = random.uniform(-0.5, 1.5, n) @ X
-    weights = lsq_linear(X.T, wanted, bounds=(0, 1), tol=1e-13).x
+    X, H = random.normal(size=(n, 60)), random.normal(size=(stored, 60))
+    rest = random.uniform(-0.5, 1.5, n) @ X
+    weights = lsq_linear(X.T, rest, bounds=(0, 1), tol=1e-13).x
     order = np.argsort(-weights, kind="stable")
     for k in range(1, n):
         if weights[order[k - 1]] - weights[order[k]] < 1e-4:
             continue
-        target = torch.from_numpy((wanted + H.sum(axis=0)) / (held + k))
-        chosen = relaxed(torch.from_numpy(X), k, target, torch.from_numpy(H))
-        assert set(chosen.tolist()) == set(order[:k].tolist())
+        target = torch.from_numpy((rest + H.sum(axis=0)) / (stored + k))
+        selected = select_by_relaxation(torch.from_numpy(X), k, target, torch.from_numpy(H))
+        assert set(selected.tolist()) == set(order[:k].tolist())
 
 
 def test_of_equal_weights_the_first_are_chosen() -> None:
     """Orthogonal samples around a target that is the same to all of them."""
-    chosen = relaxed(torch.eye(8), 2, torch.full((8,), 1 / 8), torch.zeros(0, 8))
-    assert chosen.tolist() == [0, 1]
+    selected = select_by_relaxation(torch.eye(8), 2, torch.full((8,), 1 / 8), torch.zeros(0, 8))
+    assert selected.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("choose", "held", "k", "share"),
+    ("choose", "stored", "k", "share"),
     [
-        (herded, 0, 3, 0.6),
-        (herded, 0, 10, 0.6),
-        (herded, 6, 3, 0.6),
-        (herded, 6, 10, 0.6),
-        (relaxed, 6, 3, 0.8),
+        (select_by_herding, 0, 3, 0.6),
+        (select_by_herding, 0, 10, 0.6),
+        (select_by_herding, 6, 3, 0.6),
+        (select_by_herding, 6, 10, 0.6),
+        (select_by_relaxation, 6, 3, 0.8),
     ],
 )
-def test_what_is_chosen_is_nearer_than_random_subsets(choose: Callable, held: int, k: int, share: float) -> None:
+def test_what_is_chosen_is_nearer_than_random_subsets(choose: Callable, stored: int, k: int, share: float) -> None:
     """Its distance as a share of that of 100 of them on average, over 20 classes."""
     shares = []
     for seed in range(20):
-        X, H = embeddings(seed, 40, held)
+        X, H = embeddings(seed, 40, stored)
         target = torch.cat([X, H]).mean(0)
         x, h, t = (tensor.double().numpy() for tensor in (X, H, target))
         random = np.random.default_rng(seed)
@@ -95,10 +95,10 @@ def test_what_is_chosen_is_nearer_than_random_subsets(choose: Callable, held: in
         shares.append(distance(x[choose(X, k, target, H).numpy()], h, t) / np.mean(rivals))
     assert np.mean(shares) < share
     # Herding is nearer for every single class; the top of relaxed weights need not be.
-    assert choose is relaxed or max(shares) < 0.7
+    assert choose is select_by_relaxation or max(shares) < 0.7
 
 
-@pytest.mark.parametrize("choose", [herded, relaxed])
+@pytest.mark.parametrize("choose", [select_by_herding, select_by_relaxation])
 def test_a_class_with_no_more_samples_than_wanted(choose: Callable) -> None:
     X, H = embeddings(0, 3, 2)
     for k in (3, 9):
@@ -106,23 +106,23 @@ def test_a_class_with_no_more_samples_than_wanted(choose: Callable) -> None:
     assert choose(X[:1], 5, X[0], NONE).tolist() == [0]
 
 
-@pytest.mark.parametrize("choose", [herded, relaxed])
+@pytest.mark.parametrize("choose", [select_by_herding, select_by_relaxation])
 def test_a_choice_draws_nothing_at_random(choose: Callable) -> None:
     X, H = embeddings(3, 30, 4)
     state = torch.get_rng_state()
-    chosen = [choose(X.clone(), 7, X.mean(0), H.clone()).tolist() for _ in range(3)]
-    assert chosen[0] == chosen[1] == chosen[2]
-    assert len(set(chosen[0])) == 7
+    selected = [choose(X.clone(), 7, X.mean(0), H.clone()).tolist() for _ in range(3)]
+    assert selected[0] == selected[1] == selected[2]
+    assert len(set(selected[0])) == 7
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_running_mean_by_hand() -> None:
     """Ten earlier samples stand at 2, which two stored ones say; five new ones at 5: (10 * 2 + 5 * 5) / 15."""
-    held, new = torch.tensor([[1.0], [3.0]]), torch.full((5, 1), 5.0)
-    assert running_mean(held, 10, new).item() == pytest.approx(3)
-    assert running_mean(held, 10, new[:0]).item() == pytest.approx(2)
+    stored, new = torch.tensor([[1.0], [3.0]]), torch.full((5, 1), 5.0)
+    assert running_mean(stored, 10, new).item() == pytest.approx(3)
+    assert running_mean(stored, 10, new[:0]).item() == pytest.approx(2)
     # Of earlier samples of which nothing is stored nothing is known.
-    assert running_mean(held[:0], 10, new).item() == pytest.approx(5)
+    assert running_mean(stored[:0], 10, new).item() == pytest.approx(5)
 
 
 @given(seed=SEEDS, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -130,9 +130,9 @@ def test_a_running_mean_over_tasks_is_the_mean_of_all_samples(seed: int, sizes: 
     """Where what is stored has the mean of what it stands for."""
     random = np.random.default_rng(seed)
     tasks = [random.normal(3, 2, (size, 4)).astype(np.float32) for size in sizes]
-    mean, seen = torch.zeros(0, 4), 0
+    mean, count = torch.zeros(0, 4), 0
     for X in tasks:
-        mean, seen = running_mean(mean, seen, torch.from_numpy(X))[None], seen + len(X)
+        mean, count = running_mean(mean, count, torch.from_numpy(X))[None], count + len(X)
     assert_allclose(mean[0], np.concatenate(tasks).astype(float).mean(axis=0), atol=1e-9)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from fclmodels.numerics.protonet import prototype_loss
 
 
-def by_sample(features: np.ndarray, labels: list[int], known: dict[int, np.ndarray]) -> float:
+def by_sample(features: np.ndarray, labels: list[int], others: dict[int, np.ndarray]) -> float:
     """Mean of -log softmax over the samples whose class has another sample in the batch."""
     losses = []
     for i, (z, label) in enumerate(zip(features, labels, strict=True)):
-        prototypes = dict(known)
+        prototypes = dict(others)
         for other in set(labels):
             members = [j for j, one in enumerate(labels) if one == other and j != i]
             if members:
@@ -29,9 +29,9 @@ def by_sample(features: np.ndarray, labels: list[int], known: dict[int, np.ndarr
     return float(np.mean(losses)) if losses else 0.0
 
 
-def known_as_tensors(known: dict[int, np.ndarray], size: int) -> tuple[Tensor, Tensor]:
-    means = torch.tensor(np.array(list(known.values())).reshape(-1, size))
-    return means, torch.tensor(list(known), dtype=torch.int32)
+def known_as_tensors(others: dict[int, np.ndarray], size: int) -> tuple[Tensor, Tensor]:
+    means = torch.tensor(np.array(list(others.values())).reshape(-1, size))
+    return means, torch.tensor(list(others), dtype=torch.int32)
 
 
 @given(
@@ -42,22 +42,22 @@ def known_as_tensors(known: dict[int, np.ndarray], size: int) -> tuple[Tensor, T
 def test_it_is_eq_7_sample_by_sample(seed: int, labels: list[int], classes: set[int]) -> None:
     random = np.random.default_rng(seed)
     features = random.normal(size=(len(labels), 3))
-    known = {label: random.normal(size=3) for label in sorted(classes)}
-    loss = prototype_loss(torch.from_numpy(features), torch.tensor(labels), *known_as_tensors(known, 3))
-    assert loss.item() == pytest.approx(by_sample(features, labels, known), rel=1e-9, abs=1e-9)
+    others = {label: random.normal(size=3) for label in sorted(classes)}
+    loss = prototype_loss(torch.from_numpy(features), torch.tensor(labels), *known_as_tensors(others, 3))
+    assert loss.item() == pytest.approx(by_sample(features, labels, others), rel=1e-9, abs=1e-9)
 
 
 def test_a_sample_does_not_stand_for_its_own_class() -> None:
     """0 and 2 are each other's prototypes, 4 away; a known class lies between, 1 away from both: log(1 + e^3)."""
-    features, known = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0]])
-    loss = prototype_loss(features, torch.tensor([5, 5]), known, torch.tensor([8], dtype=torch.int32))
+    features, others = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0]])
+    loss = prototype_loss(features, torch.tensor([5, 5]), others, torch.tensor([8], dtype=torch.int32))
     assert loss.item() == pytest.approx(math.log(1 + math.exp(3)), rel=1e-6)
 
 
 def test_what_is_known_of_a_class_of_the_batch_is_not_used() -> None:
     features, labels = torch.tensor([[0.0], [2.0], [5.0], [5.5]]), torch.tensor([0, 0, 1, 1])
-    known, theirs = torch.tensor([[7.0], [3.0]]), torch.tensor([1, 9])
-    losses = [prototype_loss(features, labels, known[rows], theirs[rows]) for rows in ([0, 1], [1])]
+    others, theirs = torch.tensor([[7.0], [3.0]]), torch.tensor([1, 9])
+    losses = [prototype_loss(features, labels, others[rows], theirs[rows]) for rows in ([0, 1], [1])]
     assert losses[0] == losses[1]
 
 
@@ -72,9 +72,9 @@ def test_a_class_of_one_sample_is_a_rival_only() -> None:
 def test_where_there_is_nothing_to_tell_apart_nothing_moves() -> None:
     """Only classes of one sample; only one class and none known."""
     none = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
-    for labels, known in (([0, 1, 2], (torch.ones(1, 2), torch.tensor([7]))), ([4, 4, 4], none)):
+    for labels, others in (([0, 1, 2], (torch.ones(1, 2), torch.tensor([7]))), ([4, 4, 4], none)):
         features = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        loss = prototype_loss(features, torch.tensor(labels), *known)
+        loss = prototype_loss(features, torch.tensor(labels), *others)
         loss.backward()
         assert loss.item() == 0
         assert features.grad is not None
@@ -85,9 +85,9 @@ def test_its_gradient_goes_through_the_batchs_prototypes() -> None:
     """Against differences in double precision; what is known stays fixed."""
     random = torch.Generator().manual_seed(0)
     features = torch.randn(6, 3, dtype=torch.float64, generator=random).requires_grad_()
-    known = torch.randn(2, 3, dtype=torch.float64, generator=random)
+    others = torch.randn(2, 3, dtype=torch.float64, generator=random)
     labels, theirs = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([2, 6])
-    assert torch.autograd.gradcheck(lambda z: prototype_loss(z, labels, known, theirs), (features,))
+    assert torch.autograd.gradcheck(lambda z: prototype_loss(z, labels, others, theirs), (features,))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e3])

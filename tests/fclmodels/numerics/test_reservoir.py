@@ -16,12 +16,14 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def algorithm_r(seen: int, arriving: int, capacity: int, random: torch.Generator) -> list[int]:
+def algorithm_r(earlier: int, arriving: int, capacity: int, random: torch.Generator) -> list[int]:
     """One sample after another, as Vitter has it."""
-    places = list(range(min(seen, capacity)))
-    held = len(places)
+    places = list(range(min(earlier, capacity)))
+    stored = len(places)
     draws = torch.rand(arriving, dtype=torch.float64, generator=random).tolist()
-    for newcomer, (number, draw) in enumerate(zip(range(seen + 1, seen + arriving + 1), draws, strict=True), held):
+    for newcomer, (number, draw) in enumerate(
+        zip(range(earlier + 1, earlier + arriving + 1), draws, strict=True), stored
+    ):
         place = int(draw * number)
         if len(places) < capacity:
             places.append(newcomer)
@@ -30,11 +32,11 @@ def algorithm_r(seen: int, arriving: int, capacity: int, random: torch.Generator
     return sorted(places)
 
 
-@given(seen=st.integers(0, 40), arriving=st.integers(0, 60), capacity=st.integers(1, 50), seed=st.integers(0, 99))
-def test_it_is_algorithm_r(seen: int, arriving: int, capacity: int, seed: int) -> None:
-    chosen = reservoir(seen, arriving, capacity, seeded(seed))
-    assert chosen.dtype == torch.int64
-    assert chosen.tolist() == algorithm_r(seen, arriving, capacity, seeded(seed))
+@given(earlier=st.integers(0, 40), arriving=st.integers(0, 60), capacity=st.integers(1, 50), seed=st.integers(0, 99))
+def test_it_is_algorithm_r(earlier: int, arriving: int, capacity: int, seed: int) -> None:
+    selected = reservoir(earlier, arriving, capacity, seeded(seed))
+    assert selected.dtype == torch.int64
+    assert selected.tolist() == algorithm_r(earlier, arriving, capacity, seeded(seed))
 
 
 @pytest.mark.parametrize("tasks", [(6,), (2, 4), (1, 1, 4), (3, 0, 2, 1), (1,) * 6], ids=str)
@@ -47,22 +49,22 @@ def test_every_subset_is_as_likely_however_the_stream_is_cut(tasks: tuple[int, .
 
 def pair_of(tasks: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """The numbers in the stream of the samples that a reservoir of two ends with."""
-    random, held, seen = seeded(seed), torch.arange(0), 0
+    random, stored, earlier = seeded(seed), torch.arange(0), 0
     for arriving in tasks:
-        pool = torch.cat([held, torch.arange(seen, seen + arriving)])
-        held, seen = pool[reservoir(seen, arriving, 2, random)], seen + arriving
-    return tuple(held.tolist())
+        pool = torch.cat([stored, torch.arange(earlier, earlier + arriving)])
+        stored, earlier = pool[reservoir(earlier, arriving, 2, random)], earlier + arriving
+    return tuple(stored.tolist())
 
 
 def test_a_late_sample_is_kept_as_often_as_an_early_one() -> None:
     """A reservoir of 50 after 1000 samples in tasks of growing size: each task has its share of it."""
-    sizes, held = (50, 150, 300, 500), torch.zeros(4)
+    sizes, stored = (50, 150, 300, 500), torch.zeros(4)
     for seed in range(300):
-        tasks, seen, random = torch.arange(0), 0, seeded(seed)
+        tasks, earlier, random = torch.arange(0), 0, seeded(seed)
         for task, size in enumerate(sizes):
             pool = torch.cat([tasks, torch.full((size,), task)])
-            tasks, seen = pool[reservoir(seen, size, 50, random)], seen + size
-        held += torch.bincount(tasks, minlength=4)
+            tasks, earlier = pool[reservoir(earlier, size, 50, random)], earlier + size
+        stored += torch.bincount(tasks, minlength=4)
     expected = 300 * 50 * torch.tensor(sizes) / 1000
     spread = (expected * (1 - torch.tensor(sizes) / 1000)).sqrt()  # a little more than that without replacement
-    assert ((held - expected).abs() < 4 * spread).all()
+    assert ((stored - expected).abs() < 4 * spread).all()

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fclmodels.numerics.shamir import BYTES, PRIME, joined, split, value_at, weights_at_zero
+from fclmodels.numerics.shamir import BYTES, PRIME, evaluate_polynomial, join_shares, split_secret, weights_at_zero
 
 
 def test_the_example_of_wikipedia() -> None:
     """Secret 1234, polynomial 1234 + 166 x + 94 x^2 over the field of 1613 elements, any three of six shares."""
-    shares = {x: value_at(x, [1234, 166, 94], 1613) for x in range(1, 7)}
+    shares = {x: evaluate_polynomial(x, [1234, 166, 94], 1613) for x in range(1, 7)}
     assert shares == {1: 1494, 2: 329, 3: 965, 4: 176, 5: 1188, 6: 775}
     for three in combinations(shares, 3):
-        assert joined(shares, weights_at_zero(three, 1613), 1613) == 1234
+        assert join_shares(shares, weights_at_zero(three, 1613), 1613) == 1234
 
 
 @given(secret=st.integers(0, 2**256 - 1), n=st.integers(2, 9), data=st.data())
@@ -23,18 +23,18 @@ def test_any_so_many_shares_give_the_secret_and_one_fewer_another_number(
     secret: int, n: int, data: st.DataObject
 ) -> None:
     t = data.draw(st.integers(2, n))
-    shares = split(secret, range(1, n + 1), t)
-    chosen = data.draw(st.permutations(sorted(shares)))
-    assert joined(shares, weights_at_zero(chosen[:t])) == secret
-    assert joined(shares, weights_at_zero(chosen)) == secret
-    assert joined(shares, weights_at_zero(chosen[: t - 1])) != secret
+    shares = split_secret(secret, range(1, n + 1), t)
+    order = data.draw(st.permutations(sorted(shares)))
+    assert join_shares(shares, weights_at_zero(order[:t])) == secret
+    assert join_shares(shares, weights_at_zero(order)) == secret
+    assert join_shares(shares, weights_at_zero(order[: t - 1])) != secret
     assert all(share < 2 ** (8 * BYTES) for share in shares.values())
 
 
 @pytest.mark.parametrize("secret", range(5))
 def test_fewer_shares_say_nothing(secret: int) -> None:
     """Over all polynomials of degree 2 with this secret, two shares take each pair of values equally often."""
-    pairs = [tuple(value_at(x, [secret, a, b], 5) for x in (1, 3)) for a in range(5) for b in range(5)]
+    pairs = [tuple(evaluate_polynomial(x, [secret, a, b], 5) for x in (1, 3)) for a in range(5) for b in range(5)]
     assert len(set(pairs)) == 25
 
 

@@ -6,7 +6,7 @@ import scipy.stats
 import torch
 from numpy.testing import assert_allclose
 
-from fclmodels.numerics.gram import add_gram, mirror
+from fclmodels.numerics.products import add_gram, mirror
 from fclmodels.numerics.sketch import gaussian_sketch, gaussian_sketch_of_gram
 from fclmodels.numerics.subspace import principal, residual
 
@@ -76,8 +76,8 @@ def test_both_draws_find_the_same_subspace(width):
     best = float((np.linalg.svd(outside, compute_uv=False)[:rank] ** 2).sum() / outside.norm() ** 2)
     shares = {}
     for draw in (plain, from_gram):
-        found = [principal(draw(X, Phi, width, seed))[0][:, :rank] for seed in range(60)]
-        shares[draw] = [float((U.T @ outside).norm() ** 2 / outside.norm() ** 2) for U in found]
+        bases = [principal(draw(X, Phi, width, seed))[0][:, :rank] for seed in range(60)]
+        shares[draw] = [float((U.T @ outside).norm() ** 2 / outside.norm() ** 2) for U in bases]
         assert max(shares[draw]) <= best + 1e-12
     one, other = shares.values()
     error = (np.var(one) / 60 + np.var(other) / 60) ** 0.5

@@ -16,10 +16,10 @@ from fclmodels.numerics.subspace import (
     principal,
     principal_of_gram,
     project,
-    release_rank,
+    rank_as_released,
+    rank_by_energy,
+    rank_by_mass,
     residual,
-    residual_mass,
-    total_energy,
     union,
     used_share,
 )
@@ -60,30 +60,30 @@ def bases(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 def test_a_residual_is_what_lies_outside_the_span(drawn, n, scale, dtype):
     Phi, seed = drawn
     X = scale * normal(seed, len(Phi), n)
-    found = residual(torch.from_numpy(X).to(dtype), torch.from_numpy(Phi).to(dtype)).double().numpy()
-    assert_allclose(found, X - Phi @ (Phi.T @ X), atol=10 * scale * ROUNDING[dtype])
-    assert_allclose(Phi.T @ found, 0, atol=10 * scale * ROUNDING[dtype])
+    result = residual(torch.from_numpy(X).to(dtype), torch.from_numpy(Phi).to(dtype)).double().numpy()
+    assert_allclose(result, X - Phi @ (Phi.T @ X), atol=10 * scale * ROUNDING[dtype])
+    assert_allclose(Phi.T @ result, 0, atol=10 * scale * ROUNDING[dtype])
 
 
 @given(drawn=bases(), outputs=st.integers(1, 5))
 def test_a_projected_step_does_not_act_on_the_span(drawn, outputs):
     Phi, seed = drawn
     step = torch.from_numpy(normal(seed, outputs, len(Phi)))
-    found = project(step, torch.from_numpy(Phi))
-    assert_allclose(found @ torch.from_numpy(Phi), 0, atol=1e-13)
+    result = project(step, torch.from_numpy(Phi))
+    assert_allclose(result @ torch.from_numpy(Phi), 0, atol=1e-13)
     outside = scipy.linalg.null_space(Phi.T) if Phi.shape[1] else np.eye(len(Phi))
-    assert_allclose(found.numpy() @ outside, step.numpy() @ outside, atol=1e-13)
+    assert_allclose(result.numpy() @ outside, step.numpy() @ outside, atol=1e-13)
 
 
 @given(drawn=bases(), dtype=st.sampled_from(DTYPES))
 def test_a_basis_and_its_complement_fill_the_space(drawn, dtype):
     Phi, _ = drawn
-    known = torch.from_numpy(Phi).to(dtype)
-    rest = complement(known)
+    inside = torch.from_numpy(Phi).to(dtype)
+    rest = complement(inside)
     assert rest.dtype == dtype
     assert rest.is_contiguous()
     assert rest.shape == (len(Phi), len(Phi) - Phi.shape[1])
-    whole = torch.cat([known, rest], dim=1).double().numpy()
+    whole = torch.cat([inside, rest], dim=1).double().numpy()
     assert_allclose(whole @ whole.T, np.eye(len(Phi)), atol=ROUNDING[dtype])
 
 
@@ -96,8 +96,8 @@ def directions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     Phi, seed = draw(bases())
     d, r = Phi.shape
     fresh = normal(seed + 1, d, draw(st.integers(0, d + 2)))
-    known = Phi @ normal(seed + 2, r, draw(st.integers(0, 3)))
-    together = np.concatenate([fresh, known, 2 * fresh[:, :2], np.zeros((d, draw(st.integers(0, 1))))], axis=1)
+    inside = Phi @ normal(seed + 2, r, draw(st.integers(0, 3)))
+    together = np.concatenate([fresh, inside, 2 * fresh[:, :2], np.zeros((d, draw(st.integers(0, 1))))], axis=1)
     return Phi, together[:, np.random.default_rng(seed).permutation(together.shape[1])]
 
 
@@ -105,13 +105,13 @@ def directions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 def test_extending_spans_both_and_no_more(drawn, scale, dtype):
     Phi, D = drawn
     basis = torch.from_numpy(Phi).to(dtype)
-    found = extend(basis, torch.from_numpy(scale * D).to(dtype))
+    result = extend(basis, torch.from_numpy(scale * D).to(dtype))
     expected = np.concatenate([Phi, D], axis=1)
     assume(not any(1e-6 < s < 1e-3 for s in np.linalg.svd(expected - projector(Phi) @ expected, compute_uv=False)))
-    assert found.dtype == dtype
-    assert torch.equal(found[:, : Phi.shape[1]], basis)
-    assert deviation(found) < ROUNDING[dtype]
-    assert_allclose(projector(found), projector(scipy.linalg.orth(expected, rcond=1e-6)), atol=3e3 * ROUNDING[dtype])
+    assert result.dtype == dtype
+    assert torch.equal(result[:, : Phi.shape[1]], basis)
+    assert deviation(result) < ROUNDING[dtype]
+    assert_allclose(projector(result), projector(scipy.linalg.orth(expected, rcond=1e-6)), atol=3e3 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("d", [30, 300])
@@ -131,16 +131,16 @@ def test_fifty_tasks_leave_a_basis_orthonormal_and_old_columns_as_they_were(d, n
 
 def test_directions_within_rounding_of_the_span_add_nothing():
     Phi = torch.from_numpy(orthonormal(0, 200, 80)).float()
-    known = Phi @ torch.from_numpy(normal(1, 80, 40)).float()
-    assert extend(Phi, known).shape == (200, 80)
+    inside = Phi @ torch.from_numpy(normal(1, 80, 40)).float()
+    assert extend(Phi, inside).shape == (200, 80)
 
 
 def test_what_is_new_of_a_direction_may_be_little_of_it():
-    known = torch.from_numpy(orthonormal(0, 60, 20)).float()
-    D = known @ torch.from_numpy(normal(1, 20, 6)).float() + 1e-3 * torch.from_numpy(normal(2, 60, 6)).float()
-    found = extend(known, D * torch.tensor([1, 1, 0.5, 0.5, 0.2, 0.2]))
-    expected = scipy.linalg.orth(np.concatenate([known.double(), D.double()], axis=1), rcond=1e-12)
-    assert_allclose(projector(found), projector(expected), atol=5e-6)
+    inside = torch.from_numpy(orthonormal(0, 60, 20)).float()
+    D = inside @ torch.from_numpy(normal(1, 20, 6)).float() + 1e-3 * torch.from_numpy(normal(2, 60, 6)).float()
+    result = extend(inside, D * torch.tensor([1, 1, 0.5, 0.5, 0.2, 0.2]))
+    expected = scipy.linalg.orth(np.concatenate([inside.double(), D.double()], axis=1), rcond=1e-12)
+    assert_allclose(projector(result), projector(expected), atol=5e-6)
 
 
 def test_most_of_all_directions_are_kept_where_room_is_short():
@@ -165,12 +165,12 @@ def test_a_union_spans_all_bases_in_whatever_order(d, ranks, seed, order):
         assert bases["other"] is nothing["other"]
         return bases["layer"]
 
-    found = of_all(clients)
-    assert_allclose(projector(found), projector(scipy.linalg.orth(np.concatenate(parts, 1), rcond=1e-6)), atol=1e-8)
+    result = of_all(clients)
+    assert_allclose(projector(result), projector(scipy.linalg.orth(np.concatenate(parts, 1), rcond=1e-6)), atol=1e-8)
     for part in clients:
-        assert_allclose(residual(part, found), 0, atol=1e-8)
+        assert_allclose(residual(part, result), 0, atol=1e-8)
     shuffled = order.sample(clients, len(clients))
-    assert_allclose(projector(of_all(shuffled)), projector(found), atol=1e-8)
+    assert_allclose(projector(of_all(shuffled)), projector(result), atol=1e-8)
 
 
 # Singular pairs.
@@ -212,10 +212,10 @@ def test_equal_singular_values(d, n):
 def test_steep_spectra_have_numpys_rank_by_mass(d, n, sigma):
     """Values of a thousandth of the largest and less: their squares are rounding in float32."""
     X = of_spectrum(sigma, d, n).astype(np.float32)
-    _, found = principal(torch.from_numpy(X))
+    _, result = principal(torch.from_numpy(X))
     exact = torch.from_numpy(np.linalg.svd(X.astype(float), compute_uv=False))
     for share in (0.7, 0.9, 0.95, 0.99):
-        assert residual_mass(found, share) == residual_mass(exact, share)
+        assert rank_by_mass(result, share) == rank_by_mass(exact, share)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 0), (3, 1)])
@@ -248,7 +248,7 @@ def first(count: int, enough) -> int:
 @given(values=SPECTRA, share=SHARES)
 def test_residual_mass_counts_one_by_one(values, share):
     expected = first(len(values), lambda r: sum(values[:r]) >= share * sum(values))
-    assert residual_mass(torch.tensor(values, dtype=torch.float32), share) == expected
+    assert rank_by_mass(torch.tensor(values, dtype=torch.float32), share) == expected
 
 
 @given(values=SPECTRA, q=st.integers(0, 64).map(lambda i: i / 64), threshold=SHARES)
@@ -260,21 +260,21 @@ def test_total_energy_counts_one_by_one(values, q, threshold):
         return q * sum(energy[:r]) >= (threshold - (1 - q)) * sum(energy)
 
     sigma = torch.tensor(values, dtype=torch.float32)
-    assert total_energy(sigma, q, threshold) == first(len(values), enough)
+    assert rank_by_energy(sigma, q, threshold) == first(len(values), enough)
 
 
 def test_the_rules_add_nothing_where_nothing_is_missing():
     sigma = torch.tensor([2.0, 1.0])
-    assert total_energy(sigma, q=0.05, threshold=0.95) == 0
-    assert total_energy(sigma, q=0.0, threshold=1.0) == 0
-    assert residual_mass(torch.zeros(4), 0.9) == 0
-    assert residual_mass(torch.zeros(0), 0.9) == 0
+    assert rank_by_energy(sigma, q=0.05, threshold=0.95) == 0
+    assert rank_by_energy(sigma, q=0.0, threshold=1.0) == 0
+    assert rank_by_mass(torch.zeros(4), 0.9) == 0
+    assert rank_by_mass(torch.zeros(0), 0.9) == 0
 
 
 def test_a_threshold_of_one_takes_every_direction_but_not_zeros():
     sigma = torch.tensor([3.0, 1.0, 1e-3, 0.0])
-    assert residual_mass(sigma, 1.0) == 3
-    assert total_energy(sigma, 1.0, 1.0) == 3
+    assert rank_by_mass(sigma, 1.0) == 3
+    assert rank_by_energy(sigma, 1.0, 1.0) == 3
 
 
 @given(values=SPECTRA, ratio=st.integers(1, 64).map(lambda i: i / 64), threshold=SHARES)
@@ -282,27 +282,27 @@ def test_the_release_always_adds_a_vector(values, ratio, threshold):
     assume(sum(values) > 0)
     energy = np.array(values, float) ** 2
     cumulative = energy.cumsum() / energy.sum()
-    wanted = (ratio - (1 - threshold)) / ratio
-    assume(all(abs(share - wanted) > 1e-9 for share in cumulative))
-    above = np.flatnonzero(cumulative > wanted)
+    target = (ratio - (1 - threshold)) / ratio
+    assume(all(abs(share - target) > 1e-9 for share in cumulative))
+    above = np.flatnonzero(cumulative > target)
     expected = int(above[0]) + 1 if len(above) else len(values)
-    assert release_rank(torch.tensor(values, dtype=torch.float32), ratio, threshold) == expected >= 1
+    assert rank_as_released(torch.tensor(values, dtype=torch.float32), ratio, threshold) == expected >= 1
 
 
 def test_the_release_adds_nothing_of_a_layer_that_sees_nothing():
-    assert release_rank(torch.zeros(5), 0.0, 0.9) == 0
-    assert release_rank(torch.zeros(5), 1.0, 0.9) == 0
+    assert rank_as_released(torch.zeros(5), 0.0, 0.9) == 0
+    assert rank_as_released(torch.zeros(5), 1.0, 0.9) == 0
 
 
-def published_gpm(known: np.ndarray, X: np.ndarray, threshold: float) -> np.ndarray:
+def published_gpm(inside: np.ndarray, X: np.ndarray, threshold: float) -> np.ndarray:
     """GPM's criterion (Saha et al. 2021, eq. 5 and 9): the memory after a task whose inputs are X."""
-    covered = np.linalg.norm(known.T @ X) ** 2
-    U, sigma, _ = np.linalg.svd(X - known @ (known.T @ X), full_matrices=False)
-    taken = 0
+    covered = np.linalg.norm(inside.T @ X) ** 2
+    U, sigma, _ = np.linalg.svd(X - inside @ (inside.T @ X), full_matrices=False)
+    rank = 0
     while covered < threshold * np.linalg.norm(X) ** 2:
-        covered += sigma[taken] ** 2
-        taken += 1
-    return np.concatenate([known, U[:, :taken]], axis=1)
+        covered += sigma[rank] ** 2
+        rank += 1
+    return np.concatenate([inside, U[:, :rank]], axis=1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -316,7 +316,7 @@ def test_total_energy_of_one_client_is_gpms_published_criterion(seed):
         outside = residual(columns, basis)
         U, sigma = principal(outside)
         q = float((outside.norm() / columns.norm()) ** 2)
-        rank = total_energy(sigma, q, threshold)
+        rank = rank_by_energy(sigma, q, threshold)
         if task == 0:
             # The release counts cumulative energies below the threshold, one fewer.
             values = np.linalg.svd(X, compute_uv=False) ** 2

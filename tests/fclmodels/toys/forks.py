@@ -16,24 +16,29 @@ from typing import Any
 import sitecustomize  # noqa: F401
 import torch
 
-from fclmodels import params, run_folder, state
 from fclmodels.backbones import noisy
-from fclmodels.data.splits import Splits
-from fclmodels.experiment import Experiment
-from fclmodels.federation import evaluation, rounds
-from fclmodels.federation.local import LocalTraining
-from fclmodels.fingerprint import source_closure
+from fclmodels.data.splits.split_reader import Splits
+from fclmodels.experiment import run_folder
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.federation import evaluation
+from fclmodels.federation.engine import rounds
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.server_training import NetworkTraining
 from fclmodels.methods import diary
-from fclmodels.store import Store
+from fclmodels.settings import load
+from fclmodels.source_digest import source_closure
+from fclmodels.storage import files
+from fclmodels.storage.object_store import Store
 
 # Where a run can be made to die: just before or after such a call returns for the nth time.
 POINTS = {
-    "replace": (state.os, "replace"),
-    "batch": (LocalTraining, "_train_on"),
+    "replace": (files.os, "replace"),
+    "batch": (LocalTraining, "take_step"),
     "put": (Store, "put"),
     "record": (Store, "record"),
     "rmtree": (shutil, "rmtree"),
-    "publish": (run_folder, "_put_in_place"),
+    "publish": (run_folder, "_write"),
+    "step": (NetworkTraining, "step"),
 }
 
 
@@ -63,7 +68,7 @@ class Reaper:
 
 def run(order: dict[str, Any]) -> None:
     reaper = Reaper(*order["die"]) if order["die"] else None
-    settings = params.load(order["params"], order["overrides"])
+    settings = load.load_params(order["params"], order["overrides"])
     with Experiment(
         settings, order["method"], 0, Splits.open(Path(order["splits"])), Path(order["home"])
     ) as experiment:

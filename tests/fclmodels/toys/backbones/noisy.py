@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet
-from fclmodels.settings import BackboneSettings
+from fclmodels.settings.schema import BackboneSettings
 
 
 class Noisy(Backbone):

@@ -11,14 +11,16 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.cohort import Cohort
-from fclmodels.federation.messages import Part, Payload, Reply
-from fclmodels.federation.replies import Replies
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Memory
 from fclmodels.methods.fedavg import FedAvg
 
 
@@ -34,18 +36,27 @@ class Diary(FedAvg):
 
     settings: Settings
 
-    def train(self, client: Client, payload: Payload) -> tuple[Reply, Memory]:
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.how_much = self.declare(Exchange("how much", self.weights_payload, self.add_up_pages, self.total_form))
+        self.what_share = self.declare(Exchange("what share", self.total_payload, self.divide_pages, self.share_form))
+
+    def update_form(self, task: int, round: int) -> Form:
+        form = super().update_form(task, round)
+        page = outline("sketch", {"page": (len(form["update"].tensors),)}, torch.float64, "each")
+        return {**form, "page": page}
+
+    def train(self, client: Client, payload: Payload) -> Answer:
         if client.index == 1 and client.round == 1:
             self.meet_trouble()
-        reply, memory = super().train(client, payload)
-        page = torch.stack([value.double().sum() for value in reply.parts["update"].tensors.values()])
+        answer = super().train(client, payload)
+        update = answer.tensors["update"]
+        page = torch.stack([value.double().sum() for value in update.values()])
         pages = [*client.memory.get("pages", []), page]
-        learned = {name: value * (1 + 0.01 * len(pages)) for name, value in reply.parts["update"].tensors.items()}
-        parts = reply.parts | {
-            "update": Part("update", learned, over="weight"),
-            "page": Part("sketch", {"page": page}, "each"),
-        }
-        return replace(reply, parts=parts), {**memory, "pages": pages, "last": [client.task, client.round]}
+        learned = {name: value * (1 + 0.01 * len(pages)) for name, value in update.items()}
+        tensors = {**answer.tensors, "update": learned, "page": {"page": page}}
+        memory = {**answer.memory, "pages": pages, "last": [client.task, client.round]}
+        return answer._replace(tensors=tensors, memory=memory)
 
     def meet_trouble(self) -> None:
         if self.settings.trouble == "error":
@@ -63,15 +74,31 @@ class Diary(FedAvg):
         return replace(super().aggregate(server, replies), knowledge={**server.knowledge, "pages": pages})
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        total = cohort.ask("how much", {"weights": Part("weights", server.weights)}).sum("total")
-        shares = cohort.ask("what share", {"total": Part("reference", total)}, cohort.clients[::2])
-        each = {str(client): tensors["share"] for client, tensors in shares.each("share")}
-        return replace(server, knowledge={**server.knowledge, f"shares of task {server.task}": each})
+        total = cohort.ask(self.how_much, server).sum("total")["total"]
+        shares = cohort.ask(self.what_share, total, clients=cohort.clients[::2])
+        share_by_client = {str(client): tensors["share"] for client, tensors in shares.each("share")}
+        return replace(server, knowledge={**server.knowledge, f"shares of task {server.task}": share_by_client})
 
-    def answer(self, client: Client, question: str, payload: Payload) -> tuple[Reply, Memory]:
-        own = sum(page.abs().sum() for page in client.memory.get("pages", [torch.ones(1)]))
-        if question == "how much":
-            return Reply({"total": Part("statistics", {"total": torch.as_tensor(own)})}), client.memory
+    def weights_payload(self, server: Server) -> Payload:
+        return {"weights": Part("weights", server.weights)}
+
+    def add_up_pages(self, client: Client, payload: Payload) -> Answer:
+        return Answer({"total": {"total": own_total(client)}}, client.memory)
+
+    def total_form(self, task: int, round: int) -> Form:
+        return {"total": outline("statistics", {"total": ()}, torch.float64)}
+
+    def total_payload(self, total: Tensor) -> Payload:
+        return {"total": Part("reference", {"total": total})}
+
+    def divide_pages(self, client: Client, payload: Payload) -> Answer:
         noise = torch.rand(3, generator=client.generator("share"))
-        share = own / payload["total"].tensors["total"] + noise
-        return Reply({"share": Part("statistics", {"share": share}, "each")}), {**client.memory, "asked": client.task}
+        share = own_total(client) / payload["total"].tensors["total"] + noise
+        return Answer({"share": {"share": share}}, {**client.memory, "asked": client.task})
+
+    def share_form(self, task: int, round: int) -> Form:
+        return {"share": outline("statistics", {"share": (3,)}, least="each")}
+
+
+def own_total(client: Client) -> Tensor:
+    return sum(page.abs().sum() for page in client.memory.get("pages", [torch.ones(1, dtype=torch.float64)]))

@@ -1,14 +1,13 @@
 """A method that predicts tasks by itself: FedAvg with a router that is drawn, not learned."""
 
 import torch
-from torch import Tensor
 
-from fclmodels.backbones.network import Network
-from fclmodels.federation.prediction import Prediction
+from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.prediction import Predictor, predict_by_heads
 from fclmodels.federation.server import Server
-from fclmodels.methods.base import Predictor
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.numerics.relevance import Router
+from fclmodels.numerics.task_relevance import Router
 
 
 class Signpost(FedAvg):
@@ -18,21 +17,14 @@ class Signpost(FedAvg):
     paper = "none"
 
     def router(self, server: Server) -> Router:
-        return self.drawn(len(server.spec.tasks), server.weights["heads.0.weight"].shape[1])
+        return self.draw_router(len(server.spec.tasks), server.weights["heads.0.weight"].shape[1])
 
-    def drawn(self, tasks: int, features: int) -> Router:
+    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+        return predict_by_heads(network, self.draw_router(len(network.spec.tasks), network.backbone.features))
+
+    def draw_router(self, tasks: int, features: int) -> Router:
         random = self.run.generator("router")
         directions = torch.linalg.qr(torch.randn(features, features, generator=random)).Q
         references = torch.rand(3, tasks, tasks, generator=random)
         return Router(directions.tensor_split(tasks, dim=1), references, torch.ones(3, tasks, dtype=torch.bool))
-
-    def predict_with(self, network: Network) -> Predictor:
-        network.eval()
-        router = self.drawn(len(network.spec.tasks), network.heads[0].in_features)
-
-        def predict(inputs: Tensor) -> Prediction:
-            features = network.backbone(inputs)
-            logits = torch.cat([head(features) for head in network.heads], dim=1)
-            return Prediction(logits, router.sample_scores(features), router.batch_scores(features))
-
-        return predict

@@ -1,0 +1,86 @@
+"""Keys of an experiment's steps: digests of all that a step's outcome depends on, and of nothing else.
+
+Prefect's cache (tasks/caching.py) and the store go by these keys.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fclmodels import plugins
+from fclmodels.federation import evaluation
+from fclmodels.federation.engine import rounds
+from fclmodels.federation.exchange import EVALUATIONS
+from fclmodels.federation.executors import client_work
+from fclmodels.settings import load as reading
+from fclmodels.settings.schema import Params
+from fclmodels.source_digest import source_closure
+from fclmodels.storage.digests import json_digest
+
+if TYPE_CHECKING:
+    from fclmodels.federation.method import Method
+
+# Server mathematics has one fixed number of threads, whatever the clients have.
+SERVER_THREADS = 1
+MONITORS = "fclmodels.federation.monitors.watch"
+# Settings that change no result of training.
+BLOCKS_WITHOUT_EFFECT = ("data", "stream", "partition", "evaluation", "monitors", "device")
+FEDERATION_WITHOUT_EFFECT = ("rounds", "rounds_scale", "executor", "workers", "threads", "checkpoint_seconds")
+
+
+def identify(method: "Method") -> dict[str, Any]:
+    """Return what all steps of a method's run depend on: settings, seed, splits, kind of device, code."""
+    run, name = method.run, type(method).name
+    settings = reading.collect_settings(run.params, name)
+    for block in BLOCKS_WITHOUT_EFFECT:
+        del settings[block]
+    for setting in FEDERATION_WITHOUT_EFFECT:
+        del settings["federation"][setting]
+    return {
+        "method": name,
+        "settings": settings,
+        "backbone": plugins.find("backbone", run.params.model.backbone)(run.params.model).list_dependencies(),
+        "server_threads": SERVER_THREADS,
+        "seed": run.seed,
+        "splits": run.splits.digest,
+        "device": run.device.type,
+        "torch": torch.__version__,
+        "code": source_closure(*modules_of(method)),
+    }
+
+
+def modules_of(method: "Method") -> list[str]:
+    """Return the modules whose code, with what they import, makes a method's results under its settings."""
+    params = method.run.params
+    backbone = plugins.find("backbone", params.model.backbone).__module__
+    return [
+        *(type(method).__module__, backbone, rounds.__name__, client_work.__name__),
+        *client_work.stage_modules(params.federation),
+        *(module for module, is_on in optional_modules(params).items() if is_on),
+    ]
+
+
+def optional_modules(params: Params) -> dict[str, bool]:
+    """Return the modules that are imported inside of functions, where settings ask for them, and whether they do."""
+    return {
+        "fclmodels.numerics.robust_means": params.federation.aggregation != "mean",
+        "fclmodels.federation.training.frozen_activations": params.model.keep_frozen,
+        "fclmodels.backbones.model.weights": params.model.weights is not None,
+        "fclmodels.backbones.model.torchvision_weights": params.model.weights is not None,
+    }
+
+
+def step_key(method: "Method", identity: dict[str, Any], stage: str, state: str | None, task: int, threads: int) -> str:
+    """Return the key of a step from a state; for `evaluate` and `judge`, `task` is how many are learned."""
+    params = method.run.params
+    depends_on = {**identity, "threads": threads, "stage": stage, "state": state, "task": task}
+    if stage == "learn":
+        depends_on["rounds"] = method.run.rounds(task)
+    monitors = params.monitors
+    of_rounds = monitors.round_monitors and [*monitors.round_monitors, monitors.every, params.evaluation.batch_size]
+    if watched := {"learn": of_rounds, "conclude": monitors.used_share}.get(stage):
+        depends_on["monitors"] = [watched, source_closure(MONITORS)]
+    if stage in EVALUATIONS:
+        depends_on["evaluation"] = params.evaluation.model_dump(mode="json")
+        depends_on["code"] = [depends_on["code"], source_closure(evaluation.__name__)]
+    return json_digest(depends_on)

@@ -1,0 +1,88 @@
+"""The anchor: the final model of the last task, which a task's training stays near.
+
+knowledge: `anchor` {name: W*_{t-1}}, the global weights as the previous task left them, with that task's own shapes
+(a growing head had fewer rows then). There is none during the first task.
+
+Weights without an anchor learn freely: new rows of a head that grows, and a new task's own head. SPECIAL's F.6 leaves
+that open; it is our choice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fclmodels.backbones.layers.norms import STATISTICS, Blended
+from fclmodels.federation.messages import Part, Payload
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg, beside_new_rows
+
+Anchor = dict[str, Tensor]
+
+
+class ServerAnchorSettings(FedAvg.Settings):
+    """Settings of methods whose server blends its weights with the anchor; clients do not get the anchor."""
+
+    batch_norm: Blended = Field(  # type: ignore[assignment]  # more values than FedAvg has
+        "blend",
+        description="running statistics: blend with the anchor's like weights; average over clients and do not "
+        "blend; local: each client's own; batch: none; frozen after task 1",
+    )
+
+
+def anchor_to(server: Server, last: Server) -> Server:
+    """Return the server that starts a task, anchored to the model that the last task left."""
+    if server.task == 0:
+        return server
+    return replace(server, knowledge={**server.knowledge, "anchor": last.weights})
+
+
+def blend_with_anchor(server: Server, share: float, statistics: bool) -> Server:
+    """Return the server with (1 - share) W + share W*; during the first task, or for a share of 0, as it is.
+
+    statistics: whether running statistics are blended too.
+    """
+    if share == 0 or "anchor" not in server.knowledge:
+        return server
+    anchor = {n: a for n, a in server.knowledge["anchor"].items() if statistics or not n.endswith(STATISTICS)}
+    return replace(server, weights=blend(server.weights, anchor, share))
+
+
+def anchor_payload(server: Server) -> Payload:
+    """Return the anchor as a part that clients download once a task; nothing during the first task."""
+    if "anchor" not in server.knowledge:
+        return {}
+    return {"anchor": Part("weights", server.knowledge["anchor"], once=True)}
+
+
+class AnchoredParameters:
+    """The anchor of a client's parameters."""
+
+    def __init__(self, training: LocalTraining, payload: Payload) -> None:
+        anchor: Anchor = payload["anchor"].tensors if "anchor" in payload else {}
+        self.anchor = {name: anchor[name] for name in training.parameters if name in anchor}  # W*, by name
+        # The rows that have an anchor, as views.
+        self.parameters = {name: rows(training.parameters[name].detach(), old) for name, old in self.anchor.items()}
+
+
+def rows(weights: Tensor, anchor: Tensor) -> Tensor:
+    """Return the rows that the anchor has: all, or the old rows of a head that has grown."""
+    return weights if weights.shape == anchor.shape else weights[: len(anchor)]
+
+
+def blend(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Return (1 - share) W + share W* of all floating tensors that the anchor has; the rest as it is."""
+    names = [name for name, old in anchor.items() if old.is_floating_point()]
+    before, old = [rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names]
+    after = zip(names, torch._foreach_lerp(before, old, share), strict=True)
+    return {**weights, **{name: beside_new_rows(w, weights[name]) for name, w in after}}
+
+
+def distance(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> float:
+    """Return ||W - W*|| over the parameters that the anchor has, running statistics left out."""
+    names = [name for name, old in anchor.items() if old.is_floating_point() and not name.endswith(STATISTICS)]
+    moved = torch._foreach_sub([rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names])
+    return float(torch.stack(torch._foreach_norm(moved)).norm())

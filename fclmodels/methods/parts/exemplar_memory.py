@@ -1,0 +1,111 @@
+"""A class-balanced memory: each client keeps as many samples of each class of each task, by herding or at random.
+
+memory: `samples` as in replay_memory.py, class by class in the order in which they were selected, so that a class that
+has to give up some keeps its best ones. A task's samples come in once, when it has ended. Herding is iCaRL's (Rebuffi
+et al. 2017, Algorithm 4): features of length 1, each sample the one that brings the mean of all selected nearest to the
+class's. They never leave the client.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.exchange import Memory
+from fclmodels.methods.parts.coreset_memory import embed
+from fclmodels.methods.parts.replay_memory import samples_memory, stored_samples
+from fclmodels.numerics.coreset import select_by_herding
+from fclmodels.settings.base import Settings as BaseSettings
+
+
+class ExemplarSettings(BaseSettings):
+    exemplars: PositiveInt = Field(
+        20, le=1_000_000, description="samples that each client keeps, of all classes together or of each (see budget)"
+    )
+    budget: Literal["total", "class"] = Field(
+        "total", description="exemplars is a number for all classes so far, which share it alike; class: for each"
+    )
+    selection: Literal["herding", "random"] = Field(
+        "herding", description="of a class's samples: those whose mean feature is near the class's; random: any"
+    )
+
+
+class ExemplarMemory:
+    """Chooses the samples that a client keeps of each class and task, and drops some when more classes come."""
+
+    def __init__(self, settings: ExemplarSettings) -> None:
+        self.settings = settings
+
+    def add_task(self, client: Client, network: Network) -> Memory:
+        """Return the client's memory with exemplars of its task, chosen by the features of this network."""
+        old, arriving = stored_samples(client.memory), client.run.batches.read_raw(client.rows)
+        classes = list_classes(old) if old else []
+        labels = arriving.labels.unique().tolist()
+        shares = self.share(len(classes) + len(labels))
+        parts = []
+        for share, (task, label) in zip(shares, classes, strict=False):
+            assert old is not None
+            parts.append(old.take(find_class(old, task, label)[:share]))
+        features = embed(client, network, arriving) if self.settings.selection == "herding" else None
+        random = client.generator("exemplars")
+        for share, label in zip(shares[len(classes) :], labels, strict=True):
+            places = find_class(arriving, client.task, label)
+            if features is None:
+                order = torch.randperm(len(places), generator=random)[:share]
+            else:
+                order = herd(features[places], share)
+            parts.append(arriving.take(places[order]))
+        return {**client.memory, **samples_memory(Batch.concatenate(parts))} if parts else client.memory
+
+    def share(self, classes: int) -> list[int]:
+        """Return how many exemplars each of so many classes has; what is over goes to the first ones."""
+        if self.settings.budget == "class":
+            return [self.settings.exemplars] * classes
+        of_all = self.settings.exemplars
+        return [of_all // classes + (place < of_all % classes) for place in range(classes)]
+
+
+def herd(features: Tensor, count: int) -> Tensor:
+    """Return the places of `count` samples of a class, the best first, from its features [n, F]."""
+    directions = normalize(features.double())
+    return select_by_herding(directions, count, directions.mean(0), directions[:0])
+
+
+def list_classes(samples: Batch) -> list[tuple[int, int]]:
+    """Return (task, label) of each class of each task that is stored, in the order in which they came."""
+    pairs = zip(samples.tasks.tolist(), samples.labels.tolist(), strict=True)
+    return list(dict.fromkeys(pairs))
+
+
+def find_class(samples: Batch, task: int, label: int) -> Tensor:
+    """Return the places of a task's samples of a class, on the CPU."""
+    return ((samples.tasks == task) & (samples.labels == label)).nonzero().flatten().cpu()
+
+
+def joined_epochs(client: Client, stored: Batch | None) -> Iterator[Iterator[Batch]]:
+    """Yield the round's local epochs over the client's rows and stored raw samples, shuffled together.
+
+    Without stored samples they are the client's own, to the bit.
+    """
+    if stored is None:
+        yield from client.epochs()
+        return
+    random = client.generator("batches")
+    for _ in range(client.run.params.federation.local_epochs):
+        yield _join_epoch(client, stored, random)
+
+
+def _join_epoch(client: Client, stored: Batch, random: torch.Generator) -> Iterator[Batch]:
+    count, batches = len(client.rows), client.run.batches
+    order = torch.randperm(count + len(stored.labels), generator=random)
+    augmenting = batches.make_device_generator(random)
+    for places in order.split(client.run.params.federation.batch_size):
+        rows = batches.read_raw(client.rows.take(places[places < count].numpy()))
+        raw = Batch.concatenate([rows, stored.take(places[places >= count] - count)])
+        yield batches.augment_raw(raw, augmenting)

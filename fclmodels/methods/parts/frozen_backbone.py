@@ -1,0 +1,204 @@
+"""The network of a method on a frozen backbone: only the adapter that is attached to it and the head train and travel.
+
+Every client has the backbone before the run (PIP Algorithm 1, line 2): read from `model.weights`, in evaluation mode,
+without gradients. No message, no server state and no checkpoint holds it; a published model does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from fclmodels.backbones.base import FeatureNet
+from fclmodels.backbones.model.network import FROZEN, Network, build_network
+from fclmodels.backbones.model.prompt_adapters import Adapted, AdaptedVit, Features, grow_prompts
+from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
+from fclmodels.federation.executors.base import torch_threads
+from fclmodels.federation.messages import Part, outline
+from fclmodels.federation.run_context import Run
+from fclmodels.methods.parts.trained_network import TrainedNetwork, Weights
+from fclmodels.plugins import find
+from fclmodels.settings.base import Settings as BaseSettings
+from fclmodels.settings.schema import AugmentSettings
+from fclmodels.source_digest import source_closure
+from fclmodels.storage import trees
+from fclmodels.storage.array_cache import load_or_compute
+from fclmodels.storage.digests import json_digest
+from fclmodels.storage.untrusted import read_json, validate
+
+AT_ONCE = 256  # samples that pass the frozen backbone together, where nothing is trained
+MOST_CACHED = 4e9  # bytes of a data set's tokens on disk; its queries are hundreds of times smaller
+
+
+class FrozenBackbone(TrainedNetwork):
+    """Attaches an adapter (prompts, LoRA, or nothing) to the backbone and trains that and the head.
+
+    A sample's query, its features on the frozen backbone, never changes, nor do its tokens below the first layer with
+    something attached: both are computed once a data set, then read from disk.
+    """
+
+    def __init__(
+        self, settings: BaseSettings, run: Run, method: str, attaches: type[Adapted] = Adapted, own_head: bool = False
+    ) -> None:
+        names = set(attaches.Settings.model_fields)
+        self.adapter = {"kind": attaches.kind, **settings.model_dump(mode="json", include=names)}
+        super().__init__(replace(run, adapter=self.adapter), batch_norm="average")  # which nothing trained has
+        if run.params.model.freeze:
+            raise UserError(f"model.freeze: methods.{method} freezes the whole backbone. Leave it out.")
+        self.attaches = attaches
+        self.own_head = own_head
+
+    def advice(self) -> list[str]:
+        weights, lines = self.run.params.model.weights, []
+        if weights is None:
+            lines.append("model.weights is not set: the frozen backbone is as it was drawn. fcl pretrain makes one")
+        elif shared := sorted(classes_on_card(weights) & set(self.run.splits.classes)):
+            lines.append(f"model.weights was pretrained on classes of this stream: {', '.join(shared)}")
+        if self.attaches.uses_queries and not self.shows_prepared_samples:
+            lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
+        return lines
+
+    @property
+    def feature_clip(self) -> float | None:
+        """The length at which features are clipped that enter a prototype; None where there is no noise."""
+        privacy = self.run.params.federation.privacy
+        return privacy.features if privacy.on else None
+
+    def features_of(self, network: Network, batch: Batch, task: int) -> Features:
+        """Return the features [B, F] of a batch of the task, by cached queries where there are some."""
+        cached = (c if c is None else c[batch.samples].to(batch.inputs.device) for c in (self.queries, self.below))
+        return backbone_of(network).extract(batch.inputs, task, *cached)
+
+    def moments_form(self, network: Network, task: int, bound: float | None = None) -> Part:
+        """Return the outline of the moments of a task's classes."""
+        rows = len(network.spec.tasks[task]), network.backbone.features
+        return outline("prototype", {"weight": rows[:1], "sum": rows, "square": rows}, torch.float64, bound=bound)
+
+    # The network: the frozen part is put in once, by `prepare`.
+
+    @property
+    def is_personal(self) -> bool:
+        return self.own_head
+
+    def personal_names(self, network: Network) -> set[str]:
+        return {name for name, _ in network.heads.named_parameters("heads")} if self.own_head else set()
+
+    @cached_property
+    def attached(self) -> Adapted:
+        """The backbone, read or initialised once, with the first prompts."""
+        return backbone_of(build_network(self.run.spec(1), self.run.generator("init"))).to(self.run.device)
+
+    @property
+    def frozen(self) -> FeatureNet:
+        return self.attached.frozen
+
+    def prepare(self, network: nn.Module) -> None:
+        assert isinstance(network, Network)
+        backbone_of(network).frozen = self.frozen
+
+    def initial_weights(self, spec: ModelSpec) -> Weights:
+        weights = {name: t for name, t in super().initial_weights(spec).items() if not name.startswith(FROZEN)}
+        _ = self.queries, self.below  # here, so that workers find them
+        return weights
+
+    def grow(self, weights: Weights, before: ModelSpec, after: ModelSpec) -> Weights:
+        tasks = len(before.tasks), len(after.tasks)
+        random = self.run.generator("prompts", tasks[1] - 1)
+        return grow_prompts(super().grow(weights, before, after), self.adapter, *tasks, random)
+
+    def all_weights(self, weights: Weights) -> Weights:
+        frozen = {FROZEN + name: tensor.cpu() for name, tensor in self.frozen.state_dict().items()}
+        return {**weights, **frozen}
+
+    def trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
+        own_head = f"heads.{task}." if network.spec.head == "per-task" else "heads."
+        return {n: p for n, p in network.named_parameters() if n.startswith(("backbone.prompts.", own_head))}
+
+    def set_modes(self, network: Network, freeze: bool) -> None:
+        network.train()  # which leaves the backbone in evaluation mode
+
+    # The cache of frozen layers' outputs.
+
+    @property
+    def shows_prepared_samples(self) -> bool:
+        """Return whether a client's network gets every sample as it was prepared, in each epoch and task."""
+        changed = self.run.params.augment != AugmentSettings() or self.run.params.federation.attack.kind == "backdoor"
+        return not changed and all(t.permutation is None for t in self.run.splits.tasks)
+
+    @cached_property
+    def queries(self) -> Tensor | None:
+        """The queries [N, F] of all prepared samples; None where none are used, pixels change, or there is no home."""
+        return self._compute_once("queries", self.frozen) if self.attaches.uses_queries else None
+
+    @cached_property
+    def below(self) -> Tensor | None:
+        """The tokens [N, S, D] of all samples below the first layer with something attached.
+
+        None as for queries, where that layer is the lowest one, and where they take too much disk.
+        """
+        backbone = self.attached
+        if (
+            not isinstance(backbone, AdaptedVit)
+            or backbone.first == 0
+            or 4 * self.run.splits.images.shape[0] * backbone.numbers_per_sample > MOST_CACHED
+        ):
+            return None
+        return self._compute_once("below", backbone.run_below, backbone.first)
+
+    def _compute_once(self, name: str, layers: Callable[[Tensor], Tensor], *about: int) -> Tensor | None:
+        """Return frozen layers' outputs for all prepared samples, from disk where they are there."""
+        if self.run.home is None or not self.shows_prepared_samples:
+            return None
+        splits = self.run.splits
+
+        def compute() -> Iterator[Tensor]:
+            nothing = torch.zeros(AT_ONCE, dtype=torch.int64, device=self.run.device)
+            for images in splits.images.split(AT_ONCE):
+                labels = nothing[: len(images)]
+                yield layers(self.run.batches.prepare_inputs(Batch(images.to(self.run.device), labels, labels)).inputs)
+
+        with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
+            return load_or_compute(
+                self.run.home / "queries", self._cache_key(name, *about), len(splits.images), compute
+            )
+
+    def _cache_key(self, name: str, *about: int) -> str:
+        """Return a digest of all that the cached array depends on."""
+        model, splits = self.run.params.model, self.run.splits
+        content = {
+            "what": [name, *about],
+            "weights": trees.digest(dict(self.frozen.state_dict())),
+            "model": model.model_dump(mode="json", exclude={"weights"}),
+            "data": [splits.prepared_digest, splits.mean, splits.std],
+            "on": [self.run.device.type, torch.__version__],
+            "code": source_closure(find("backbone", model.backbone).__module__),
+        }
+        return json_digest(content)
+
+
+def classes_on_card(weights: Path) -> set[str]:
+    """Return the classes that weights were trained on, where fcl pretrain's card lies beside them."""
+    card = weights.with_name("card.json")
+    try:
+        return set(validate(_Card, read_json(card)).classes) if card.is_file() else set()
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{card} cannot be read ({problem}). Delete it, or get back what fcl pretrain wrote."
+        ) from problem
+
+
+class _Card(BaseModel):
+    """The part of a card that is about classes."""
+
+    classes: list[str] = []
+
+
+def backbone_of(network: Network) -> Adapted:
+    assert isinstance(network.backbone, Adapted)
+    return network.backbone

@@ -1,0 +1,99 @@
+"""FedAvg of prompts whose heads also learn from classes' Gaussians: the base of PIP-L2P and PIP-DualP (Algorithm 1)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fclmodels.backbones.model.prompt_adapters import Adapted
+from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Form, Memory
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.method import Obstacle
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
+from fclmodels.methods.parts.prompt_training import PromptSettings, PromptTraining
+from fclmodels.methods.parts.prototype_injection import InjectedPrototypes, InjectionSettings, PrototypeInjection
+
+
+class InjectedPrompts(FedAvg):
+    """FedAvg with the parts FrozenBackbone, PromptTraining and PrototypeInjection."""
+
+    attaches: ClassVar[type[Adapted]]
+
+    class Settings(InjectionSettings, PromptSettings):
+        pass
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        backbone = FrozenBackbone(settings, run, self.name, self.attaches, settings.head == "own")
+        super().__init__(settings, backbone.run, backbone)
+        self.prompts = PromptTraining(settings, backbone)
+        self.injection = PrototypeInjection(settings, backbone)
+        if settings.earlier and run.spec(1).head == "per-task":
+            raise UserError(
+                f"methods.{self.name}.earlier does nothing under model.head: per-task, where a task trains its own "
+                "head alone. Leave it out, or use model.head: growing."
+            )
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        if self.settings.pooled == "omega":
+            return Obstacle("weighs prototypes by omega, and noise covers means over samples", "Set pooled: counts")
+        return self.prompts.obstacle_to_noise
+
+    def advice(self) -> list[str]:
+        return self.prompts.advice()
+
+    # Prototypes: gathered on the server, downloaded by clients, sampled in each batch.
+
+    def start_task(self, server: Server, task: int) -> Server:
+        return self.injection.start_task(super().start_task(server, task))
+
+    def payload(self, server: Server) -> Payload:
+        return {**super().payload(server), **self.injection.payload(server)}
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        self.injection.start(training, payload)
+
+    def head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross entropy of a batch's features [B, F] and labels [B], with vectors of prototypes."""
+        network, task = training.network, training.client.task
+        injected = training.part(InjectedPrototypes)
+        if injected is None or not len(injected.labels):
+            return self.cross_entropy(network, features, labels, task)
+        vectors, new_labels, tasks = injected.draw(len(labels))
+        tasks = torch.cat([torch.full_like(labels, task), tasks])
+        features, labels = torch.cat([features, vectors]), torch.cat([labels, new_labels])
+        return self.cross_entropy_by_task(network, features, labels, tasks)
+
+    def update_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.spec(task + 1))
+        moments = self.injection.backbone.moments_form(network, task, self.injection.bound)
+        return {**super().update_form(task, round), "moments": moments}
+
+    def further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, dict[str, Tensor]]:
+        return {"moments": self.injection.moments(training, self.client_weight(training))}
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        return self.injection.gather(super().aggregate(server, replies), replies)
+
+    # Prompts.
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.prompts.loss(training, batch, self.head_loss)
+
+    def client_weight(self, training: LocalTraining) -> float:
+        return self.prompts.weight(training.client)
+
+    def largest_weight(self, task: int) -> float:
+        return super().largest_weight(task) * self.prompts.most_rounds(task)
+
+    def remember(self, training: LocalTraining) -> Memory:
+        return {**super().remember(training), **self.prompts.memory(training.client)}

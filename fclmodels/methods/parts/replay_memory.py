@@ -1,0 +1,93 @@
+"""Replay memory: clients keep some samples of each task and replay them later (ER+FL, A-GEM+FL).
+
+memory: `samples`, prepared pixels [m, C, H, W] or token ids, with their labels [m] and tasks [m]; `seen`, the number of
+samples that the client has had. A task's samples arrive once, when it has ended; reservoir sampling makes the memory a
+uniform sample of all samples so far, whichever tasks the client missed. It never leaves the client.
+"""
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange, Memory
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.numerics.reservoir import reservoir
+
+
+class Replaying(FedAvg):
+    """FedAvg whose clients store a reservoir of their samples."""
+
+    class Settings(FedAvg.Settings):
+        memory: PositiveInt = Field(20, le=1_000_000, description="samples of earlier tasks that each client keeps")
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.store = self.declare(Exchange("remember", lambda: {}, self.store_samples))
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        cohort.ask(self.store)
+        return server
+
+    def store_samples(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with samples of the task; the answer itself is empty."""
+        before, arriving = client.memory.get("seen", 0), len(client.rows)
+        places = reservoir(before, arriving, self.settings.memory, client.generator("reservoir"))
+        samples = samples_memory(select_samples(client, places))
+        return Answer({}, {**client.memory, **samples, "seen": before + arriving})
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        samples = stored_samples(training.client.memory)
+        if samples is not None:
+            training.add(Replay(training.client, samples))
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """Return earlier tasks' own heads too: replayed samples go through them."""
+        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+
+
+class Replay:
+    """Draws batches from the samples that a client has stored, in one training."""
+
+    def __init__(self, client: Client, samples: Batch) -> None:
+        self.client = client
+        self.samples = samples
+        self.random = client.generator("replay")
+        self.augmenting = client.run.batches.make_device_generator(self.random)
+
+    def draw(self) -> Batch:
+        return draw_batch(self.client, self.samples, self.random, self.augmenting)
+
+
+def draw_batch(client: Client, samples: Batch, random: torch.Generator, augmenting: torch.Generator) -> Batch:
+    """Return as many stored samples as a batch has (or all), without replacement and ready to train on."""
+    places = torch.randperm(len(samples.labels), generator=random)[: client.run.params.federation.batch_size]
+    return client.run.batches.augment_raw(samples.take(places), augmenting)
+
+
+def select_samples(client: Client, places: Tensor) -> Batch:
+    """Return the client's samples at these places, numbered over those that it has stored and then the task's."""
+    old = stored_samples(client.memory)
+    count = 0 if old is None else len(old.labels)
+    new = client.run.batches.read_raw(client.rows.take((places[places >= count] - count).numpy()))
+    return new if old is None else Batch.concatenate([old.take(places[places < count]), new])
+
+
+def samples_memory(samples: Batch) -> Memory:
+    """Return raw samples as a client remembers them: labels and tasks in the manifest's types."""
+    return {"samples": {"raw": samples.inputs, "labels": samples.labels.int(), "tasks": samples.tasks.short()}}
+
+
+def stored_samples(memory: Memory) -> Batch | None:
+    """Return the raw samples that a client remembers."""
+    samples = memory.get("samples")
+    return samples and Batch(samples["raw"], samples["labels"].long(), samples["tasks"].long())

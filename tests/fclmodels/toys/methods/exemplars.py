@@ -1,0 +1,53 @@
+"""A class-balanced memory whose samples join the task's own in each epoch (iCaRL's epochs)."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, joined_epochs
+from fclmodels.methods.parts.replay_memory import stored_samples
+
+
+class Exemplars(FedAvg):
+    """FedAvg whose clients train on exemplars of earlier classes too."""
+
+    name = "exemplars"
+    paper = "none"
+
+    class Settings(FedAvg.Settings, ExemplarSettings):
+        exemplars: int = 5
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.memory = ExemplarMemory(settings)
+        self.select = self.declare(Exchange("select", self.payload, self.select_exemplars))
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        cohort.ask(self.select, server)
+        return server
+
+    def select_exemplars(self, client: Client, payload: Payload) -> Answer:
+        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        return Answer({}, self.memory.add_task(client, network))
+
+    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        return joined_epochs(training.client, stored_samples(training.client.memory))
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.cross_entropy_by_task(training.network, training.features(batch), batch.labels, batch.tasks)
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """Return earlier tasks' own heads too: exemplars go through them."""
+        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
