@@ -13,7 +13,7 @@ from functools import partial
 from measuring import Bench, Row, take_turns
 from workloads import WORKS, build_method, open_run, run_rounds, start_serial
 
-from fclmodels.methods.parts.anchor import blend_with_anchor, distance
+from fclmodels.methods.parts.anchor import blend_with_anchor, measure_distance
 
 LIMIT = 1.02
 
@@ -27,7 +27,7 @@ def measure_steps(name: str, turns: int) -> Iterator[Row]:
         sides = {
             "round": partial(next, rounds),
             "fixed": lambda: blend_with_anchor(anchored, 0.2, statistics=True),
-            "distances": lambda: [distance(server.weights, anchor) for _ in range(2)],
+            "distances": lambda: [measure_distance(server.weights, anchor) for _ in range(2)],
         }
         seconds = take_turns(sides, turns, time.process_time)
     kinds = {

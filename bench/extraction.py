@@ -44,7 +44,7 @@ def by_gram(images: Tensor) -> Tensor:
     inputs = observe_inputs(
         network, find_layers(network, (64, 16, 16)), images.split(BATCH), len(images), None, random()
     )
-    return inputs["backbone"].principal(torch.zeros(576, 0))[1]
+    return inputs["backbone"].decompose_principal(torch.zeros(576, 0))[1]
 
 
 def by_svd(images: Tensor) -> Tensor:
@@ -84,16 +84,16 @@ def sketches(layer: Layer, inputs_by_layer: LayerInputs, basis: Tensor) -> None:
     """Compute what FOT's client sends of a layer."""
     settings = Fot.Settings()
     times = settings.sketch_conv if isinstance(layer.module, nn.Conv2d) else settings.sketch_linear
-    inputs_by_layer.energy()
-    inputs_by_layer.energy(basis)
-    inputs_by_layer.sketch(basis, round(times * layer.width), random())
+    inputs_by_layer.measure_energy()
+    inputs_by_layer.measure_energy(basis)
+    inputs_by_layer.draw_sketch(basis, round(times * layer.width), random())
 
 
 def directions(layer: Layer, inputs_by_layer: LayerInputs, basis: Tensor) -> None:
     """Compute what FedProTIP's client sends of a layer, and GPM's remembers."""
-    inputs_by_layer.energy()
-    inputs_by_layer.energy(basis)
-    inputs_by_layer.principal(basis)
+    inputs_by_layer.measure_energy()
+    inputs_by_layer.measure_energy(basis)
+    inputs_by_layer.decompose_principal(basis)
 
 
 def epochs(name: str, turns: int) -> Iterator[Row]:

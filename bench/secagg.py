@@ -18,7 +18,7 @@ import torch
 from workloads import WORKS, open_run
 
 from fclmodels.federation.client import Client
-from fclmodels.federation.engine.faults import secagg_threshold
+from fclmodels.federation.engine.faults import compute_secagg_threshold
 from fclmodels.federation.engine.replies import Tensors, TreeSum
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.executors import glibc_malloc
@@ -63,7 +63,7 @@ def count_bytes(parts: dict[str, Tensors]) -> int:
 
 def measure(name: str, clients: int, train: float, reply: Reply) -> str:
     plain = {part: of.tensors for part, of in reply.parts.items()}
-    t = secagg_threshold(clients, SETTINGS.threshold)
+    t = compute_secagg_threshold(clients, SETTINGS.threshold)
     others = {client: secagg_protocol.Secrets.new() for client in range(1, clients)}
     starting, me = measure_time(secagg_protocol.Secrets.new)
     secrets = {0: me, **others}
@@ -73,7 +73,7 @@ def measure(name: str, clients: int, train: float, reply: Reply) -> str:
         client: secagg_protocol.share_secrets(own, client, keys, t) for client, own in others.items()
     }
 
-    encoding, code = measure_time(lambda: secure_aggregation.in_the_ring(reply, SETTINGS, clients))
+    encoding, code = measure_time(lambda: secure_aggregation.encode_reply(reply, SETTINGS, clients))
     vector = secure_aggregation.join_numbers(code)
     masking, _ = measure_time(lambda: secagg_protocol.mask_values(me, 0, keys, keys, vector))
 
@@ -93,9 +93,11 @@ def measure(name: str, clients: int, train: float, reply: Reply) -> str:
     update = plain["update"]
     summing, _ = measure_time(lambda: sum_replies((update for _ in range(clients)), clients))
     unmasking, with_gone = server(list(range(clients))), server(list(range(clients // 10, clients)))
-    packed = {n: count_bytes({"": secure_aggregation.table(m)}) for n, m in (("keys", keys), ("shares", received))}
+    packed = {
+        n: count_bytes({"": secure_aggregation.pack_messages(m)}) for n, m in (("keys", keys), ("shares", received))
+    }
     up = count_bytes(secure_aggregation.split_numbers(vector, code)) + count_bytes(
-        {"": secure_aggregation.table({0: keys[0]})}
+        {"": secure_aggregation.pack_messages({0: keys[0]})}
     )
     up += packed["shares"] + clients * (4 + secagg_protocol.shamir.BYTES)
     plain_up = count_bytes(plain)

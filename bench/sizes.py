@@ -23,7 +23,7 @@ from study import ALONE, Job, make_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.protection import inspection
-from fclmodels.federation.protection.reply_checks import length
+from fclmodels.federation.protection.reply_checks import measure_length
 
 SETTINGS = ["partition.val=0", "model={backbone: cnn, width: 8}", "federation.rounds=3", "optimizer.lr=0.1"]
 STREAMS = {
@@ -54,7 +54,9 @@ def find_largest(stream: str, method: str, out: Path) -> dict[str, float]:
 
     def measured(reply: Any, *more: Any) -> inspection.Finding:
         look = original_look(reply, *more)
-        others = {n: [length(p.tensors)] for n, p in reply.parts.items() if p.kind in NOT_COMPARED and not p.over}
+        others = {
+            n: [measure_length(p.tensors)] for n, p in reply.parts.items() if p.kind in NOT_COMPARED and not p.over
+        }
         return replace(look, sizes={**look.sizes, **others})
 
     def compared(looks: dict[int, inspection.Finding], *more: Any) -> dict[int, inspection.ReplyDefect]:
@@ -63,7 +65,7 @@ def find_largest(stream: str, method: str, out: Path) -> dict[str, float]:
                 *(look.sizes[name] for look in looks.values() if name in look.sizes),
                 strict=True,
             ):
-                largest[name] = max(largest[name], max(sizes) / (inspection.median(sizes) or 1.0))
+                largest[name] = max(largest[name], max(sizes) / (inspection.compute_median(sizes) or 1.0))
         return original_faults(looks, *more)
 
     name = method.partition(",")[0]

@@ -36,7 +36,7 @@ from fclmodels.plugins import find
 from fclmodels.report.read_runs import read_run
 from fclmodels.settings import load as reading
 from fclmodels.settings.schema import Params
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 
 ALONE = ["federation.executor=serial", "federation.threads=1"]
 
@@ -84,7 +84,7 @@ class Job(BaseModel):
     def folder(self) -> Path:
         identity = {**self.model_dump(mode="json", exclude={"out"}), "text": self.params.read_text()}
         return (
-            self.out / ("tuned" if self.on_val else "runs") / f"{self.method}-{self.seed}-{json_digest(identity)[:10]}"
+            self.out / ("tuned" if self.on_val else "runs") / f"{self.method}-{self.seed}-{digest_json(identity)[:10]}"
         )
 
     def load(self) -> Params:
@@ -115,8 +115,8 @@ def run_job(job: Job) -> str | None:
 def make_splits(params: Params, out: Path) -> Path:
     """Return the folder of splits, made once for the same settings of data, stream and partition."""
     settings = {name: getattr(params, name).model_dump(mode="json") for name in ("data", "stream", "partition")}
-    prepared = out / "data" / f"prepared-{json_digest(settings['data'])[:10]}"
-    splits = out / "data" / f"splits-{json_digest(settings)[:10]}"
+    prepared = out / "data" / f"prepared-{digest_json(settings['data'])[:10]}"
+    splits = out / "data" / f"splits-{digest_json(settings)[:10]}"
     if not (prepared / "meta.json").is_file():
         prepare(find("source", params.data.source)(params.data), prepared)
     if not (splits / "stream.json").is_file():

@@ -25,9 +25,9 @@ from fclmodels.federation.engine.checkpoints import Checkpoints, Position
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.ledger import open_ledger
 from fclmodels.federation.engine.listener import Listener
-from fclmodels.federation.engine.rounds import one_round
+from fclmodels.federation.engine.rounds import run_round
 from fclmodels.federation.executors.auto_choice import Choice
-from fclmodels.federation.executors.base import Executor, torch_threads
+from fclmodels.federation.executors.base import Executor, set_torch_threads
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.executors.processes import Processes
 from fclmodels.federation.method import Method
@@ -197,15 +197,15 @@ def run_rounds(run: Run, name: str, executor_of: Callable[[Method], Executor], t
     checkpoints = Checkpoints(folder)
     ledger = open_ledger(method, checkpoints.ledger)
     ask = partial(Cohort, executor, memories={}, ledger=ledger, checkpoints=checkpoints)
-    with torch_threads(SERVER_THREADS):
+    with set_torch_threads(SERVER_THREADS):
         server, memories = begin_task(method, task, lambda earlier: ask(earlier, method.participants(earlier)))
     position = Position(server, memories, 0)
     since = 0.0  # seconds since the last checkpoint, without the turns of other sides
     try:
         while True:
             started = time.perf_counter()
-            with torch_threads(SERVER_THREADS):
-                position = one_round(method, position, task, executor, checkpoints, ledger, Listener())
+            with set_torch_threads(SERVER_THREADS):
+                position = run_round(method, position, task, executor, checkpoints, ledger, Listener())
                 since += time.perf_counter() - started
                 if since >= run.params.federation.checkpoint_seconds:
                     checkpoints.commit(position)

@@ -21,7 +21,7 @@ from typer.main import get_command  # noqa: E402
 
 from fclmodels.errors import format_value  # noqa: E402
 from fclmodels.experiment.method_card import WAYS, MethodCard, describe_methods  # noqa: E402
-from fclmodels.plugins import all_of, find  # noqa: E402
+from fclmodels.plugins import find, load_all  # noqa: E402
 from fclmodels.report.labels import METRICS, READINGS  # noqa: E402
 from fclmodels.report.paper_figures import list_figures  # noqa: E402
 from fclmodels.settings.describe import Setting, explain  # noqa: E402
@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     assert config.nav is not None
     (entry,) = [part for part in config.nav if isinstance(part, dict) and METHODS in part]
     entry[METHODS] = [part for part in entry[METHODS] if part != "..."]
-    entry[METHODS] += [{name: f"methods/{name}.md"} for name in all_of("method")]
+    entry[METHODS] += [{name: f"methods/{name}.md"} for name in load_all("method")]
     return config
 
 
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield the path and the Markdown of every generated page."""
-    cards = describe_methods(list(all_of("method")))
+    cards = describe_methods(list(load_all("method")))
     yield "methods/index.md", methods_index(cards)
     for card in cards:
         yield f"methods/{card['name']}.md", method_page(card)
@@ -130,7 +130,7 @@ def traffic(card: MethodCard) -> Iterator[str]:
 
 def results(kind: Any) -> Iterator[str]:
     """Yield the method's rows of the results pages, with the paper's figures beside them."""
-    methods = all_of("method")
+    methods = load_all("method")
     beside = {name for name, other in methods.items() if extends(kind, other)}
     tables = list(measured.select_tables(kind.name, beside, methods))
     if not tables:
@@ -203,7 +203,7 @@ def of(setting: Setting) -> str:
     block = setting.path.split(".")[0]
     if not setting.kinds or block not in CHOICES:
         return ""
-    others = [name for name in all_of(CHOICES[block][0]) if name not in setting.kinds]
+    others = [name for name in load_all(CHOICES[block][0]) if name not in setting.kinds]
     return ", ".join(setting.kinds) if len(setting.kinds) <= len(others) else f"all but {', '.join(others)}"
 
 

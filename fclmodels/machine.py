@@ -13,7 +13,7 @@ def read_status(name: str, process: int | str = "self") -> int | None:
     return _read_kilobytes(PROC / str(process) / "status", name)
 
 
-def available_memory() -> int | None:
+def read_available_memory() -> int | None:
     """Return the bytes that new processes can take without swapping, within the container's limit; None: unknown."""
     free = _read_kilobytes(PROC / "meminfo", "MemAvailable")
     limit, used = (_read_number(CGROUP / name) for name in ("memory.max", "memory.current"))
@@ -21,13 +21,13 @@ def available_memory() -> int | None:
     return min((bytes for bytes in room if bytes is not None), default=None)
 
 
-def peak_memory() -> int:
+def read_peak_memory() -> int:
     """Return the most bytes of memory that this process has held, since the system began to count."""
     peak = read_status("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
-def peak_memory_of_children() -> int:
+def read_peak_memory_of_children() -> int:
     """Return the most bytes of memory that one of this process's children has held, of those that still run.
 
     The system's own count, getrusage, has the parent's memory in it.

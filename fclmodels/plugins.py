@@ -91,7 +91,7 @@ def find(kind: str, name: str) -> Any:
     return matching[0].plugin
 
 
-def all_of(kind: str) -> dict[str, Any]:
+def load_all(kind: str) -> dict[str, Any]:
     """Return every plugin of a kind by name. Imports them all, so only listings and errors ask for it."""
     return {name: plugin.plugin for name, plugin in list_plugins(kind).plugins.items()}
 

@@ -19,15 +19,15 @@ from pathlib import Path
 ROOTS = {"fclmodels", "plugins"}  # this package, and the plugins in a project's folder
 
 
-def source_closure(*modules: str) -> str:
+def digest_sources(*modules: str) -> str:
     """Return the SHA-256 of the code of these modules and of what they import inside the project."""
     state = hashlib.sha256()
-    for name in sorted(closure(modules)):
+    for name in sorted(list_closure(modules)):
         state.update(f"{name} {_digest_code(name)}\n".encode())
     return state.hexdigest()
 
 
-def closure(modules: Iterable[str]) -> set[str]:
+def list_closure(modules: Iterable[str]) -> set[str]:
     """Return the names of the modules and of all they import inside the project, but for empty ones."""
     reached: set[str] = set()
     waiting = list(modules)
@@ -36,16 +36,16 @@ def closure(modules: Iterable[str]) -> set[str]:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
-            waiting += _imports(name, roots)
-    return {name for name in reached if _source(name).strip()}
+            waiting += _list_imports(name, roots)
+    return {name for name in reached if _read_source(name).strip()}
 
 
 @functools.cache
 def _digest_code(name: str) -> str:
     """Return the SHA-256 of a module's syntax tree without docstrings: comments and lines' places are not in it."""
-    if _path(name).suffix != ".py":
-        return hashlib.sha256(_source(name)).hexdigest()
-    tree = ast.parse(_source(name))
+    if _find_path(name).suffix != ".py":
+        return hashlib.sha256(_read_source(name)).hexdigest()
+    tree = ast.parse(_read_source(name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [statement for statement in node.body if not _is_text(statement)]
@@ -61,14 +61,14 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 @functools.cache
-def _imports(name: str, roots: frozenset[str]) -> tuple[str, ...]:
+def _list_imports(name: str, roots: frozenset[str]) -> tuple[str, ...]:
     """Return the modules that a module imports from packages of these names."""
-    if _path(name).suffix != ".py":
+    if _find_path(name).suffix != ".py":
         return ()
-    package = name if _path(name).name == "__init__.py" else name.rpartition(".")[0]
-    tree = ast.parse(_source(name))
+    package = name if _find_path(name).name == "__init__.py" else name.rpartition(".")[0]
+    tree = ast.parse(_read_source(name))
     names: list[str] = []
-    for node in _top_statements(tree.body) if name.partition(".")[0] == "fclmodels" else ast.walk(tree):
+    for node in _yield_top_statements(tree.body) if name.partition(".")[0] == "fclmodels" else ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -81,38 +81,38 @@ def _imports(name: str, roots: frozenset[str]) -> tuple[str, ...]:
     return tuple(n for n in names if n.partition(".")[0] in roots and _exists(n))
 
 
-def _top_statements(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _yield_top_statements(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements that run when a module is imported, but for those that are for type checkers alone."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.If) and "TYPE_CHECKING" not in ast.dump(statement.test):
-            yield from _top_statements([*statement.body, *statement.orelse])
+            yield from _yield_top_statements([*statement.body, *statement.orelse])
         elif isinstance(statement, ast.Try | ast.With):
-            yield from _top_statements(statement.body)
+            yield from _yield_top_statements(statement.body)
 
 
 @functools.cache
-def _path(name: str) -> Path:
-    spec = _spec(name)
+def _find_path(name: str) -> Path:
+    spec = _find_spec(name)
     assert spec, name
     assert spec.origin, name
     return Path(spec.origin)
 
 
 def _exists(name: str) -> bool:
-    spec = _spec(name)
+    spec = _find_spec(name)
     return spec is not None and spec.origin is not None
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     """Return where a module is; unlike importlib.util.find_spec it imports no parent on the way."""
     parent = name.rpartition(".")[0]
     if name in sys.modules or not parent:
         return importlib.util.find_spec(name)
-    package = _spec(parent)
+    package = _find_spec(parent)
     locations = package.submodule_search_locations if package else None
     return PathFinder.find_spec(name, locations) if locations else None
 
 
-def _source(name: str) -> bytes:
-    return _path(name).read_bytes()
+def _read_source(name: str) -> bytes:
+    return _find_path(name).read_bytes()

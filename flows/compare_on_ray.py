@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fclmodels.errors import UserError
-from fclmodels.federation.executors.ray.start import cluster
+from fclmodels.federation.executors.ray.start import connect_cluster
 from fclmodels.settings.load import load_params
 from fclmodels.settings.schema import Params
 from flows.cli.terminal import tell
@@ -27,7 +27,7 @@ def run_experiments(params: Path, overrides: Sequence[str]) -> tuple[list[Path],
     names = [f"{method}-{seed}" for method in settings.experiment.methods for seed in settings.experiment.seeds]
     options = [word for text in overrides for word in ("--set", text)]
     succeeded, failures = [], []
-    with cluster() as ray:
+    with connect_cluster() as ray:
         refuse_local_servers(settings, {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]})
         environment.set_defaults()
         variables = {"PREFECT_API_URL": server.connect(environment.HOME), "PYTHONPATH": os.pathsep.join(sys.path)}

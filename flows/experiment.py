@@ -105,7 +105,7 @@ def run_steps(run: Experiment, tracking: Tracking, progress: SilentProgress) -> 
                 remarks.append(remark)
         outcomes += [learned, concluded, evaluated]
         summary = summarize_tasks(run.store, outcomes, task + 1)
-        progress.task_learned(task, summary, cached)
+        progress.on_task_learned(task, summary, cached)
         rounds = run.store.get_table(learned["objects"]["rounds"])
         tracking.log_task(task + 1, rounds, summary, run.collect_monitors(outcomes))
         ARTIFACTS.publish(update_progress_artifact, artifact, 100.0 * (task + 1) / run.tasks)

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from fclmodels.data.prepare import Prepared
 from fclmodels.experiment.pretraining import CARD, WEIGHTS, Pretraining, refuse_foreign
-from fclmodels.federation.executors.base import torch_threads
+from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.run_context import choose_device
 from fclmodels.settings.load import flatten_settings
 from fclmodels.settings.pretrain import PretrainParams, load_pretrain_params
@@ -48,7 +48,7 @@ def pretrain(
         step = Pretraining(settings, prepare_data(settings), Store(HOME / "store"), device, report)
         if step.recall() is not None:
             report("already trained")
-        with torch_threads(settings.pretrain.threads):
+        with set_torch_threads(settings.pretrain.threads):
             outcome = run_cached(train, step, f"{settings.name}: train")
         card = publish(step, settings.name, outcome, out)
         version = track(client, experiment, step, settings.name, outcome, out)

@@ -34,7 +34,7 @@ from fclmodels.experiment.run_folder import gather_tables, refuse_foreign
 from fclmodels.federation.engine.checkpoints import Checkpoints
 from fclmodels.settings.load import load_params
 from fclmodels.settings.schema import ImageSettings, Params
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.files import lock_file
 from fclmodels.storage.object_store import Store
 from flows.cli.progress import SilentProgress, create_progress
@@ -113,7 +113,7 @@ def identify_version(settings: Params, parts: Sequence[StreamPart]) -> tuple[dic
     """Return tags of the model version that has learned these parts, and the key that identifies it."""
     arrivals = settings.arrivals
     tags = {"method": arrivals.method, "seed": str(arrivals.seed), "splits": join_parts(parts)[1]["digest"]}
-    return tags, json_digest({"stream": arrivals.name, **tags, "model": settings.model.model_dump(mode="json")})
+    return tags, digest_json({"stream": arrivals.name, **tags, "model": settings.model.model_dump(mode="json")})
 
 
 class StreamLearner:
@@ -231,7 +231,7 @@ class StreamLearner:
                 summary = summarize_tasks(self.store, self.outcomes, tasks)
                 tracking.log_task(tasks, table, summary, run.collect_monitors(self.outcomes))
             summary = summarize_tasks(self.store, self.outcomes, run.tasks)
-            progress.task_learned(run.tasks - 1, summary, record is not None)
+            progress.on_task_learned(run.tasks - 1, summary, record is not None)
             result = publish(run, run.label, self.outcomes, self.folder)
             show_matrix(self.name, self.folder)
             log_result(tracking, run.label, self.folder, result)

@@ -23,8 +23,8 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.settings.load import flatten_settings
 from fclmodels.settings.schema import Params
-from fclmodels.source_digest import source_closure
-from fclmodels.storage.digests import json_digest
+from fclmodels.source_digest import digest_sources
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.files import lock_file
 from fclmodels.storage.sealed_json import write_json
 from fclmodels.storage.untrusted import read_json
@@ -42,7 +42,7 @@ class Origin:
 
     @property
     def name(self) -> str:
-        return json_digest(self.facts)[:16]
+        return digest_json(self.facts)[:16]
 
     def matches(self, folder: Path) -> bool:
         return not self.list_differences(folder)
@@ -62,7 +62,7 @@ class Origin:
 def get_prepared_origin(params: Params) -> Origin:
     source = plugins.find("source", params.data.source)(params.data)
     settings = flatten_settings({"data": params.data.model_dump(mode="json")})
-    code = source_closure(*source.modules, preparing.__name__)
+    code = digest_sources(*source.modules, preparing.__name__)
     raw = [_digest_listing(folder) for folder in source.folders]
     return Origin({**settings, "code of data": code, "raw files": raw})
 
@@ -70,7 +70,7 @@ def get_prepared_origin(params: Params) -> Origin:
 def get_splits_origin(params: Params) -> Origin:
     modules = [plugins.find(kind, getattr(params, kind).kind).__module__ for kind in ("stream", "partition")]
     blocks = {kind: getattr(params, kind).model_dump(mode="json") for kind in ("stream", "partition")}
-    code = source_closure(*modules, splitting.__name__)
+    code = digest_sources(*modules, splitting.__name__)
     return Origin({**get_prepared_origin(params).facts, **flatten_settings(blocks), "code of splits": code})
 
 
@@ -154,6 +154,6 @@ def _digest_listing(root: Path) -> str | None:
     """Return a digest of names and sizes of the raw files, None without a folder; not of times, new in every copy."""
     if not root.is_dir():
         return None
-    return json_digest(
+    return digest_json(
         sorted((str(path.relative_to(root)), path.stat().st_size) for path in root.rglob("*") if path.is_file())
     )

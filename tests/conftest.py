@@ -155,7 +155,7 @@ def forget_plugins() -> None:
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "plugins"]:
         del sys.modules[name]
-    for cached in (source_digest._digest_code, source_digest._imports, source_digest._path):
+    for cached in (source_digest._digest_code, source_digest._list_imports, source_digest._find_path):
         cached.cache_clear()
     importlib.invalidate_caches()
 

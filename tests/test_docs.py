@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 
 from fclmodels.experiment.method_card import describe_methods
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 from fclmodels.settings import load as reading
 from fclmodels.settings.describe import explain
 from flows.cli.app import app
@@ -32,7 +32,7 @@ WRITTEN = [*ROOT.glob("*.*"), ROOT / "Makefile", *(file for file in FILES if "te
 SOURCES = [
     file for file in WRITTEN if file.suffix in (".py", ".md", ".yaml", ".toml", ".j2") or file.name == "Makefile"
 ]
-METHODS = list(all_of("method"))
+METHODS = list(load_all("method"))
 PARTS = re.DOTALL | re.MULTILINE
 EXAMPLES = ("lean_avg", "tiny_net", "NAME", "bytes.yaml")  # of what a reader writes
 
@@ -85,7 +85,7 @@ def test_commands_options_and_settings_are_there(page: Path) -> None:
             assert options <= commands()[words[1]], words
         assert {value.partition("=")[0] for value in after(words, "--set")} - {"KEY"} <= paths, words
         methods = {name for value in after(words, "--method", "-m", "--methods") for name in value.split(",")}
-        assert methods - {"METHOD", "lean-avg", "my-method"} <= set(all_of("method")), words
+        assert methods - {"METHOD", "lean-avg", "my-method"} <= set(load_all("method")), words
         presets = {*after(words, "--preset", "preset")} - {"NAME"}
         assert all((ROOT / "presets" / f"{name}.yaml").exists() for name in presets), words
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fclmodels.data.sample_kind import IMAGES, SampleKind
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import BackboneSettings
-from fclmodels.storage.digests import file_digest
+from fclmodels.storage.digests import digest_file
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -70,6 +70,6 @@ class Backbone:
 def digest_named_file(setting: str, path: Path) -> str:
     """Return the digest of a file that a setting names; UserError where it cannot be read."""
     try:
-        return file_digest(path)
+        return digest_file(path)
     except OSError as problem:
         raise UserError(f"{setting}: {path} cannot be read: {problem.strerror}.") from problem

@@ -33,7 +33,7 @@ class Transformer(Backbone):
     settings: Settings
 
     def build(self, shape: tuple[int, ...]) -> FeatureNet:
-        encoder = self._encoder()
+        encoder = self._build_encoder()
         longest = getattr(encoder.config, "max_position_embeddings", shape[1])
         if shape[1] > longest:
             raise UserError(f"data.length: {shape[1]} tokens are more than the {longest} of {self.settings.folder}.")
@@ -43,7 +43,7 @@ class Transformer(Backbone):
         config = digest_named_file("model.folder", self.settings.folder / "config.json")
         return {**super().list_dependencies(), "config": config, "transformers": import_transformers().__version__}
 
-    def _encoder(self) -> Any:
+    def _build_encoder(self) -> Any:
         folder, library = self.settings.folder, import_transformers()
         if not (folder / "config.json").is_file():
             raise UserError(f"model.folder: {folder} holds no config.json. Name the folder of an encoder.")

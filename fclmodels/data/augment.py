@@ -52,13 +52,13 @@ def crop(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 def flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror left and right with probability 1/2."""
-    mirrored = _uniform(images, generator) < 0.5
+    mirrored = _draw_uniform(images, generator) < 0.5
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
 
 
 def change_brightness(images: Tensor, amount: float, generator: torch.Generator) -> Tensor:
     """Multiply pixels by a factor from U(1 - amount, 1 + amount), clipped at white."""
-    factor = 1 + amount * (2 * _uniform(images, generator) - 1)
+    factor = 1 + amount * (2 * _draw_uniform(images, generator) - 1)
     white = 1.0 if images.is_floating_point() else 255.0
     return _as_pixels((images * factor.view(-1, 1, 1, 1)).clamp_(max=white), images.dtype)
 
@@ -66,7 +66,7 @@ def change_brightness(images: Tensor, amount: float, generator: torch.Generator)
 def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Generator) -> Tensor:
     """Cut a window of the image's proportions with a share of its area from U(areas), resized to the old size."""
     low, high = areas
-    share, across, down = (_uniform(images, generator) for _ in range(3))
+    share, across, down = (_draw_uniform(images, generator) for _ in range(3))
     side = (low + (high - low) * share).sqrt()
     # In affine_grid's coordinates the image spans -1..1, so the window's middle lies within +-(1 - side).
     zero = torch.zeros_like(side)
@@ -78,7 +78,7 @@ def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Gen
     return _as_pixels(F.grid_sample(pixels, grid, padding_mode="border", align_corners=False), images.dtype)
 
 
-def _uniform(images: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_uniform(images: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a number in [0, 1) for each sample: [B]."""
     return torch.rand(len(images), generator=generator, device=generator.device).to(images.device)
 

@@ -28,7 +28,7 @@ from fclmodels.federation.engine.ledger import Ledger, ledger_table, open_ledger
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.exchange import EVALUATIONS
 from fclmodels.federation.executors.auto_choice import Choice, choose
-from fclmodels.federation.executors.base import Executor, torch_threads
+from fclmodels.federation.executors.base import Executor, set_torch_threads
 from fclmodels.federation.executors.client_work import Serial, refuse_unfit_method
 from fclmodels.federation.executors.processes import Processes
 from fclmodels.federation.protection import inspection
@@ -37,7 +37,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.server_training import ServerTraining
 from fclmodels.settings.load import collect_settings, load_method_settings
 from fclmodels.settings.schema import Params
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json
 
@@ -62,16 +62,16 @@ class Step:
         """Return the outcome where the store has it and every object it names."""
         outcome = self.experiment.store.recall(self.key)
         if outcome is not None:  # a kill may have come between the record and the removal of the checkpoints
-            shutil.rmtree(self.experiment.checkpoint_folder(self), ignore_errors=True)
+            shutil.rmtree(self.experiment.make_checkpoint_folder(self), ignore_errors=True)
         return outcome
 
     def run(self) -> Outcome:
         """Run the step, record its outcome, and remove its checkpoints."""
-        with torch_threads(SERVER_THREADS):
+        with set_torch_threads(SERVER_THREADS):
             objects, seconds = getattr(self.experiment, f"_{self.stage}")(self)
         outcome = {"stage": self.stage, "task": self.task, "objects": objects, "seconds": seconds}
         self.experiment.store.record(self.key, outcome)
-        shutil.rmtree(self.experiment.checkpoint_folder(self), ignore_errors=True)
+        shutil.rmtree(self.experiment.make_checkpoint_folder(self), ignore_errors=True)
         return outcome
 
 
@@ -99,7 +99,7 @@ class Experiment:
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = identify(self.method)
-        self.choice = choose(self.method, self.home / "choices", json_digest(self._identity))
+        self.choice = choose(self.method, self.home / "choices", digest_json(self._identity))
         self._executor: Executor | None = None
 
     def __enter__(self) -> "Experiment":
@@ -159,11 +159,11 @@ class Experiment:
         tables = run_folder.gather_tables(self.store, outcomes, ("monitors", "rounds"))
         if "monitors" not in tables or tables["monitors"].is_empty():
             return None
-        from fclmodels.federation.monitors.theorem2 import with_bounds
+        from fclmodels.federation.monitors.theorem2 import add_bounds
 
-        return with_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
+        return add_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
 
-    def checkpoint_folder(self, step: Step) -> Path:
+    def make_checkpoint_folder(self, step: Step) -> Path:
         return self.home / "checkpoints" / step.key
 
     # The five stages: each returns the digests of the objects that it put into the store, by name, and its seconds.
@@ -174,7 +174,7 @@ class Experiment:
 
     def _learn(self, step: Step) -> tuple[dict[str, str], float]:
         server, memories, _ = self._load_state(step)
-        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
         try:
             watch = self._open_watch(step.task, checkpoints, server)
             look = watch.look if watch else None
@@ -187,13 +187,13 @@ class Experiment:
                 checkpoints,
                 open_ledger(self.method, checkpoints.ledger),
                 self.listener,
-                self._server_training(step, checkpoints),
+                self._make_server_training(step, checkpoints),
                 look,
             )
             holders = Ledger(checkpoints.ledger).list_holders(self.method.payload(position.server))
             objects = self._store_state(position.server, position.memories, holders)
             if watch:
-                watch.task_learned(position.server)
+                watch.on_task_learned(position.server)
                 objects["monitors"] = self.store.put_table(watch.table())
             table = pl.DataFrame(checkpoints.rounds.rows(), schema=tables.ROUNDS)
             objects["rounds"] = self.store.put_table(table)
@@ -205,12 +205,12 @@ class Experiment:
     def _conclude(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
         server, memories, holders = self._load_state(step)
-        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
         try:
             clients = self.method.participants(step.task)
             ledger = Ledger(checkpoints.ledger, holders)
             aside = inspection.set_aside(server, self.params.federation.inspection)
-            training = self._server_training(step, checkpoints)
+            training = self._make_server_training(step, checkpoints)
             cohort = Cohort(
                 *(self.executor, step.task, clients, memories, ledger, checkpoints),
                 aside=aside,
@@ -224,15 +224,15 @@ class Experiment:
             objects |= self._store_tables(checkpoints)
             objects["knowledge"] = self.store.put(server.knowledge)
             if self.params.monitors.used_share:
-                from fclmodels.federation.monitors.used_share import used_shares
+                from fclmodels.federation.monitors.used_share import measure_used_shares
 
-                shares = used_shares(server.knowledge.get("bases", {}), step.task)
+                shares = measure_used_shares(server.knowledge.get("bases", {}), step.task)
                 objects["monitors"] = self.store.put_table(shares)
             return objects, time.perf_counter() - started
         finally:
             checkpoints.close()
 
-    def _server_training(self, step: Step, checkpoints: Checkpoints) -> ServerTraining:
+    def _make_server_training(self, step: Step, checkpoints: Checkpoints) -> ServerTraining:
         """Return what runs the server's own training in a step, with its costs in the checkpoints' log."""
         return ServerTraining(
             checkpoints.folder,
@@ -241,7 +241,7 @@ class Experiment:
             rounds.AGGREGATING,
             self.params.federation.checkpoint_seconds,
             lambda row: checkpoints.costs.append({"task": step.task, "stage": step.stage, **row}),
-            lambda name, done, of: self.listener.server_step_done(step.task, name, done, of),
+            lambda name, done, of: self.listener.on_server_step(step.task, name, done, of),
         )
 
     def _store_tables(self, checkpoints: Checkpoints) -> dict[str, str]:
@@ -272,7 +272,7 @@ class Experiment:
         return evaluation.evaluate(self.method, server, EVALUATIONS[step.stage], self.choice.at_once)
 
     def _evaluate_on_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
-        checkpoints = Checkpoints(self.checkpoint_folder(step))
+        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
         try:
             everyone, ledger = tuple(range(self.splits.clients)), Ledger(checkpoints.ledger)
             aside = inspection.set_aside(server, self.params.federation.inspection)

@@ -122,8 +122,8 @@ class ExportedModel:
         first = len(self.tasks) - len(before)
         self.networks = [_build_network(_take_first_tasks(self.spec, first + n), w) for n, w in enumerate(weights)]
         device = torch.device("cpu")
-        self.columns = Columns.by_task(self.spec, device) if before else Columns.of(self.spec, device)
-        self.of_task = self.columns.of_tasks(self.spec.tasks)
+        self.columns = Columns.order_by_task(self.spec, device) if before else Columns.of(self.spec, device)
+        self.of_task = self.columns.mask_tasks(self.spec.tasks)
         self.router = Router.from_tree(trees.load(router)) if router.exists() else None
         features = self.networks[0].backbone.features
         if self.router and self.router.sizes != (len(self.tasks), features):

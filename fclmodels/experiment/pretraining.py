@@ -30,7 +30,7 @@ from fclmodels.errors import UserError
 from fclmodels.plugins import find
 from fclmodels.randomness import derive_seed, generator, seed_torch
 from fclmodels.settings.pretrain import PretrainParams, PretrainSettings
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 from fclmodels.storage import trees
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json
@@ -124,7 +124,7 @@ def train_epochs(network: Network, samples: PretrainSamples, params: PretrainPar
         total = torch.zeros((), device=samples.device)
         for raw, labels in samples.iterate_batches(order, settings.batch_size):
             for group in optimiser.param_groups:
-                group["lr"] = lr * half_cosine(step / steps)
+                group["lr"] = lr * compute_half_cosine(step / steps)
             loss = F.cross_entropy(network(samples.normalize(augment(raw, params.augment, random))), labels)
             optimiser.zero_grad()
             loss.backward()
@@ -134,7 +134,7 @@ def train_epochs(network: Network, samples: PretrainSamples, params: PretrainPar
         yield float(total) / len(samples)
 
 
-def half_cosine(progress: float) -> float:
+def compute_half_cosine(progress: float) -> float:
     """Return (1 + cos(pi progress)) / 2: from 1 at the start to 0 at the end."""
     return (1 + math.cos(math.pi * progress)) / 2
 
@@ -167,7 +167,7 @@ class Pretraining:
             "data": prepared.meta.digest,
             "device": device.type,
             "torch": torch.__version__,
-            "code": source_closure(__name__, backbone.__module__),
+            "code": digest_sources(__name__, backbone.__module__),
         }
         self.key = trees.digest(depends_on)
 

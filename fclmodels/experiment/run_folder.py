@@ -13,11 +13,11 @@ import polars as pl
 from fclmodels.errors import UserError
 from fclmodels.experiment import exported_model
 from fclmodels.federation.protection import privacy
-from fclmodels.federation.protection.attacks import bad_clients
+from fclmodels.federation.protection.attacks import draw_bad_clients
 from fclmodels.federation.server import Server
 from fclmodels.metrics import compute_metrics, rounds_to_best
 from fclmodels.storage import trees
-from fclmodels.storage.digests import folder_digests
+from fclmodels.storage.digests import digest_folder
 from fclmodels.storage.files import find_existing, replace_folder
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json, write_sealed
@@ -86,7 +86,7 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
             "code": experiment.code,
             "accuracy": _find_last_digest(outcomes, "accuracy"),
         },
-        "files": folder_digests(folder),
+        "files": digest_folder(folder),
         "versions": {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "seconds": sum(outcome["seconds"] for outcome in outcomes),
         "timings": {
@@ -134,13 +134,13 @@ def _count_faults(experiment: "Experiment", rounds: pl.DataFrame) -> dict[str, A
 
 
 def _measure_privacy(experiment: "Experiment", ledger: pl.DataFrame) -> dict[str, Any] | None:
-    return privacy.worth(experiment.method, ledger) if experiment.params.federation.privacy.on else None
+    return privacy.find_largest_epsilon(experiment.method, ledger) if experiment.params.federation.privacy.on else None
 
 
 def _describe_attack(experiment: "Experiment") -> dict[str, Any]:
     """Return the attack's settings and the bad clients, where there are any."""
     attack = experiment.params.federation.attack
-    if attack.kind == "none" or not (bad := bad_clients(experiment.method)):
+    if attack.kind == "none" or not (bad := draw_bad_clients(experiment.method)):
         return {}
     return {"attack": {**attack.model_dump(), "clients": bad}}
 

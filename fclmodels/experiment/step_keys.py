@@ -14,8 +14,8 @@ from fclmodels.federation.exchange import EVALUATIONS
 from fclmodels.federation.executors import client_work
 from fclmodels.settings import load as reading
 from fclmodels.settings.schema import Params
-from fclmodels.source_digest import source_closure
-from fclmodels.storage.digests import json_digest
+from fclmodels.source_digest import digest_sources
+from fclmodels.storage.digests import digest_json
 
 if TYPE_CHECKING:
     from fclmodels.federation.method import Method
@@ -45,22 +45,22 @@ def identify(method: "Method") -> dict[str, Any]:
         "splits": run.splits.digest,
         "device": run.device.type,
         "torch": torch.__version__,
-        "code": source_closure(*modules_of(method)),
+        "code": digest_sources(*list_modules(method)),
     }
 
 
-def modules_of(method: "Method") -> list[str]:
+def list_modules(method: "Method") -> list[str]:
     """Return the modules whose code, with what they import, makes a method's results under its settings."""
     params = method.run.params
     backbone = plugins.find("backbone", params.model.backbone).__module__
     return [
         *(type(method).__module__, backbone, rounds.__name__, client_work.__name__),
-        *client_work.stage_modules(params.federation),
-        *(module for module, is_on in optional_modules(params).items() if is_on),
+        *client_work.list_stage_modules(params.federation),
+        *(module for module, is_on in list_optional_modules(params).items() if is_on),
     ]
 
 
-def optional_modules(params: Params) -> dict[str, bool]:
+def list_optional_modules(params: Params) -> dict[str, bool]:
     """Return the modules that are imported inside of functions, where settings ask for them, and whether they do."""
     return {
         "fclmodels.numerics.robust_means": params.federation.aggregation != "mean",
@@ -79,8 +79,8 @@ def step_key(method: "Method", identity: dict[str, Any], stage: str, state: str 
     monitors = params.monitors
     of_rounds = monitors.round_monitors and [*monitors.round_monitors, monitors.every, params.evaluation.batch_size]
     if watched := {"learn": of_rounds, "conclude": monitors.used_share}.get(stage):
-        depends_on["monitors"] = [watched, source_closure(MONITORS)]
+        depends_on["monitors"] = [watched, digest_sources(MONITORS)]
     if stage in EVALUATIONS:
         depends_on["evaluation"] = params.evaluation.model_dump(mode="json")
-        depends_on["code"] = [depends_on["code"], source_closure(evaluation.__name__)]
-    return json_digest(depends_on)
+        depends_on["code"] = [depends_on["code"], digest_sources(evaluation.__name__)]
+    return digest_json(depends_on)

@@ -119,8 +119,8 @@ def _answer_rows(run: Run, predict: Predict, columns: Columns, at_once: int, row
     """Return for each reading and row whether the answer is right, and the task predicted (SAMPLE_ANSWERS)."""
     if not len(rows):
         return pl.DataFrame(schema=SAMPLE_ANSWERS)
-    masks, mask_of_row = _task_masks(run, columns, rows)
-    results = {reading: _wrong_answers(rows) for reading in HONEST}
+    masks, mask_of_row = _make_task_masks(run, columns, rows)
+    results = {reading: _make_wrong_answers(rows) for reading in HONEST}
     # A class without a column yet cannot be answered right: its samples need not pass the network.
     answerable = np.flatnonzero(np.isin(rows.labels, columns.labels.cpu().numpy()))
     size = run.params.evaluation.batch_size
@@ -130,12 +130,12 @@ def _answer_rows(run: Run, predict: Predict, columns: Columns, at_once: int, row
     def answer_batch(batch: Batch, places: np.ndarray) -> None:
         prediction = predict(batch.inputs)
         for reading, answer in _answer_by_reading(prediction, columns, run, masks[mask_of_row[places]]).items():
-            right, predicted = results.setdefault(reading, _wrong_answers(rows))
+            right, predicted = results.setdefault(reading, _make_wrong_answers(rows))
             right[places] = (columns.labels[answer.columns] == batch.labels).cpu().numpy()
             predicted[places] = answer.tasks.cpu().numpy()
 
     batches = zip(run.batches.iterate_ordered(rows.take(answerable), size), places, strict=True)
-    side_by_side(answer_batch, batches, at_once)
+    map_side_by_side(answer_batch, batches, at_once)
     # A task none of whose classes has a column yet has no task-aware accuracy: no row, not 0.
     has_columns = masks.any(1)[mask_of_row].cpu().numpy()
     tables = []
@@ -146,7 +146,7 @@ def _answer_rows(run: Run, predict: Predict, columns: Columns, at_once: int, row
     return pl.concat(tables)
 
 
-def side_by_side(work: Callable[..., None], items: Iterable[tuple], at_once: int) -> None:
+def map_side_by_side(work: Callable[..., None], items: Iterable[tuple], at_once: int) -> None:
     """Call `work` with each item, in `at_once` threads; no more than `at_once` items are in memory at a time."""
     items = iter(items)
     if at_once == 1:
@@ -158,7 +158,7 @@ def side_by_side(work: Callable[..., None], items: Iterable[tuple], at_once: int
             list(threads.map(lambda item: work(*item), now))
 
 
-def _wrong_answers(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _make_wrong_answers(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Return, for all rows, that the answer is wrong and no task is predicted: to be filled in."""
     return np.zeros(len(rows), dtype=bool), np.full(len(rows), NO_TASK)
 
@@ -176,7 +176,7 @@ def _answer_by_reading(prediction: Prediction, columns: Columns, run: Run, of_ta
     }
     for reading, scores in (("task_predicted", prediction.task_scores), (MIXED_BATCH, prediction.batch_scores)):
         if scores is not None:
-            masks = columns.of_tasks(task.classes for task in run.splits.tasks[: scores.shape[-1]])
+            masks = columns.mask_tasks(task.classes for task in run.splits.tasks[: scores.shape[-1]])
             predicted = scores.argmax(-1).expand(len(logits))
             answers[reading] = BatchAnswers(logits.masked_fill(~masks[predicted], -torch.inf).argmax(1), predicted)
     return answers
@@ -198,13 +198,13 @@ def _count_confusion(answers: pl.DataFrame) -> pl.DataFrame:
     return counts.cast(CONFUSION).sort("reading", "task", "predicted")
 
 
-def _task_masks(run: Run, columns: Columns, rows: Rows) -> tuple[Tensor, Tensor]:
+def _make_task_masks(run: Run, columns: Columns, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return masks over columns [M, C], and which of them each row [n] has: its task's, or its client's own."""
     pooled = any(task.classes_by_client is not None for task in run.splits.tasks)
     keys = np.stack([rows.tasks, rows.clients if pooled else np.full_like(rows.tasks, -1)], axis=1)
     distinct, place = np.unique(keys, axis=0, return_inverse=True)
     masks = [
-        columns.of_task(int(task), run.splits.tasks[task].list_classes(int(client) if client >= 0 else None))
+        columns.mask_task(int(task), run.splits.tasks[task].list_classes(int(client) if client >= 0 else None))
         for task, client in distinct
     ]
     return torch.stack(masks), torch.from_numpy(place.reshape(-1))

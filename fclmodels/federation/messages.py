@@ -80,7 +80,7 @@ class Part:
 Payload = dict[str, Part]
 
 
-def outline(
+def make_outline(
     kind: Kind,
     shapes: Mapping[str, Sequence[int]],
     dtype: torch.dtype = torch.float32,
@@ -108,7 +108,7 @@ class Reply:
         """All fields but the parts."""
         return {name: getattr(self, name) for name in ("loss", "samples", "base_round", "out_of_memory", "withheld")}
 
-    def apart(self) -> tuple["Reply", dict[str, dict[str, Tensor]]]:
+    def set_apart(self) -> tuple["Reply", dict[str, dict[str, Tensor]]]:
         """Return the reply with outlines of the parts that are needed as sums only, and the tensors of these parts."""
         sums = {name: part for name, part in self.parts.items() if part.least == "sum"}
         outlines = {name: part.to("meta") for name, part in sums.items()}
@@ -124,13 +124,13 @@ class Block:
     parts: dict[str, dict[str, Tensor]]
 
 
-def parts_to_tree(parts: dict[str, Part]) -> Tree:
+def convert_parts_to_tree(parts: dict[str, Part]) -> Tree:
     """Return parts as a tree that can be written."""
     facts = ("kind", "tensors", "least", "once", "over", "bound", "noise", "of")
     return {name: {fact: getattr(part, fact) for fact in facts} for name, part in parts.items()}
 
 
-def parts_from_tree(tree: Tree) -> dict[str, Part]:
+def convert_tree_to_parts(tree: Tree) -> dict[str, Part]:
     """Return the parts that such a tree holds."""
     return {name: Part(**part) for name, part in tree.items()}
 
@@ -139,18 +139,18 @@ class SharedBuffer:
     """Memory that processes share through a file descriptor: it has no name, so nothing is left behind."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _anonymous_file() if descriptor is None else descriptor
+        self.descriptor = _open_anonymous_file() if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
     def write(self, tree: Tree) -> int:
         """Copy a tree into the buffer; return its size, which the reader needs."""
-        return _write(tree, self._mapped)[1]
+        return _write(tree, self._map_file)[1]
 
     def read(self, size: int) -> Tree:
         """Return the tree of that size; its tensors are views, which the next write changes."""
-        return _read(self._mapped(size), size)
+        return _read(self._map_file(size), size)
 
-    def _mapped(self, size: int) -> mmap.mmap:
+    def _map_file(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
             if os.fstat(self.descriptor).st_size < size:
                 reserve(self.descriptor, size)
@@ -174,7 +174,7 @@ def from_bytes(message: bytes) -> Tree:
 def _write(tree: Tree, memory_of: Callable[[int], mmap.mmap]) -> tuple[mmap.mmap, int]:
     """Write the tensors, then a header that says where each lies, then its length; return memory and size."""
     skeleton, tensors = flatten(tree)
-    layout, end = _layout(tensors.values())
+    layout, end = _lay_out(tensors.values())
     header = json.dumps([skeleton, dict(zip(tensors, layout, strict=True))]).encode()
     size = end + len(header) + 8
     memory = memory_of(size)
@@ -192,7 +192,7 @@ def _read(memory: mmap.mmap, size: int) -> Tree:
     return unflatten(skeleton, lambda name: _view(memory, layout[name]))
 
 
-def _layout(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+def _lay_out(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
     """Return each tensor's type, shape and aligned offset (None for an outline's), and where the last one ends."""
     places: list[Place] = []
     offset = 0
@@ -215,7 +215,7 @@ def _view(memory: mmap.mmap, place: Place) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _anonymous_file() -> int:
+def _open_anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fclflow")
     with tempfile.TemporaryFile() as file:

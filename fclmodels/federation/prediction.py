@@ -21,14 +21,14 @@ class Columns:
     labels: Tensor  # [C]
     owners: Tensor  # [C], the task whose own head the logit belongs to; -1 in a shared head
 
-    def of_task(self, task: int, classes: tuple[int, ...]) -> Tensor:
+    def mask_task(self, task: int, classes: tuple[int, ...]) -> Tensor:
         """Return a mask [C] of the columns that may answer when the task is known."""
         in_task = torch.isin(self.labels, torch.tensor(classes, dtype=torch.long, device=self.labels.device))
         return in_task & ((self.owners == task) | (self.owners == -1))
 
-    def of_tasks(self, tasks: Iterable[tuple[int, ...]]) -> Tensor:
+    def mask_tasks(self, tasks: Iterable[tuple[int, ...]]) -> Tensor:
         """Return masks [tasks, C] of the columns that answer when a task is predicted, by the first tasks' classes."""
-        return torch.stack([self.of_task(task, classes) for task, classes in enumerate(tasks)])
+        return torch.stack([self.mask_task(task, classes) for task, classes in enumerate(tasks)])
 
     @classmethod
     def of(cls, spec: ModelSpec, device: torch.device) -> "Columns":
@@ -38,7 +38,7 @@ class Columns:
         return cls(labels, torch.full_like(heads, -1) if spec.head == "growing" else heads)
 
     @classmethod
-    def by_task(cls, spec: ModelSpec, device: torch.device) -> "Columns":
+    def order_by_task(cls, spec: ModelSpec, device: torch.device) -> "Columns":
         """Return the columns of logits that stand task by task, whether or not tasks share a head."""
         rows = [(label, task) for task, classes in enumerate(spec.tasks) for label in classes]
         labels, owners = torch.tensor(rows, device=device).unbind(1)

@@ -26,23 +26,25 @@ class Agem(Replaying):
     def gradient(self, training: LocalTraining) -> None:
         if replay := training.part(Replay):
             for name, gradient in correct_gradients(
-                training.gradients, self.reference(training, replay.draw())
+                training.gradients, self.compute_reference(training, replay.draw())
             ).items():
                 training.parameters[name].grad = gradient
 
-    def reference(self, training: LocalTraining, replayed: Batch) -> Gradients:
+    def compute_reference(self, training: LocalTraining, replayed: Batch) -> Gradients:
         """Return g_ref, by name; parameters that the replayed samples' loss does not reach have none."""
         network = training.network
         features = network.backbone(replayed.inputs)
-        return training.gradients_of(self.cross_entropy_by_task(network, features, replayed.labels, replayed.tasks))
+        return training.compute_gradients(
+            self.cross_entropy_by_task(network, features, replayed.labels, replayed.tasks)
+        )
 
 
 @torch.no_grad()
 def correct_gradients(gradients: Gradients, reference: Gradients) -> Gradients:
     """Return eq. 11 over all names together, written over the reference; a name that one side lacks counts as zeros."""
     shared = [name for name in reference if name in gradients]
-    along = inner([gradients[name] for name in shared], [reference[name] for name in shared])
-    squares = inner(list(reference.values()), list(reference.values()))
+    along = compute_inner_product([gradients[name] for name in shared], [reference[name] for name in shared])
+    squares = compute_inner_product(list(reference.values()), list(reference.values()))
     if not along < 0 < squares:
         return gradients
     torch._foreach_mul_(list(reference.values()), -along / squares)
@@ -50,6 +52,6 @@ def correct_gradients(gradients: Gradients, reference: Gradients) -> Gradients:
     return gradients | reference
 
 
-def inner(one: list[Tensor], other: list[Tensor]) -> float:
+def compute_inner_product(one: list[Tensor], other: list[Tensor]) -> float:
     """Return the inner product over all tensors together."""
     return float(sum((torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)), torch.zeros(())))

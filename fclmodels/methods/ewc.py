@@ -83,7 +83,7 @@ class Ewc(FedAvg):
         """Return the memory with the springs of the task that has ended; the answer itself is empty."""
         weights = self.client_weights(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights)
-        fisher = self.fisher(client, network.eval())
+        fisher = self.measure_fisher(client, network.eval())
         centre = {name: weights[name] for name in fisher}
         if "fisher" in client.memory:
             before = client.memory["fisher"], client.memory["centre"]
@@ -93,21 +93,21 @@ class Ewc(FedAvg):
                 fisher = fade_fisher(before[0], fisher, self.settings.gamma)
         return Answer({}, {**client.memory, "fisher": fisher, "centre": centre})
 
-    def fisher(self, client: Client, network: Network) -> Tensors:
+    def measure_fisher(self, client: Client, network: Network) -> Tensors:
         """Return F of the client's samples, mean over them, for the parameters that later tasks move."""
         names = self.trainable(network, client.task + 1).keys()
         random = client.generator("fisher")
         rows = client.rows.draw_some(self.settings.samples, random)
         total = {name: torch.zeros_like(network.get_parameter(name)) for name in names}
         for batch in self.run.batches.iterate_ordered(rows, BATCH):
-            scores = partial(self.scores, network, client.task, batch, random)
+            scores = partial(self.draw_scores, network, client.task, batch, random)
             with use_statistics_of(network, batch.inputs):
                 squares = sum_squared_gradients(network, names, len(batch.labels), scores)
             for name, square in squares.items():
                 total[name].add_(square, alpha=1 / len(rows))
         return total
 
-    def scores(self, network: Network, task: int, batch: Batch, random: torch.Generator) -> Tensor:
+    def draw_scores(self, network: Network, task: int, batch: Batch, random: torch.Generator) -> Tensor:
         """Return scores [B] whose squared gradients are a sample's Fisher matrix.
 
         The score is log p of the true label, or sum_c +-sqrt(p_c) log p_c with random signs, whose squared gradient has
@@ -136,7 +136,7 @@ def add_penalties(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors
     """Return (F, centre) of two penalties F/2 (w - centre)^2 as one, which differs from their sum by a constant."""
     fishers, centres = {}, {}
     for name, fisher in after[0].items():
-        old, old_centre = (with_rows(part[name], len(fisher)) for part in before)
+        old, old_centre = (extend_rows(part[name], len(fisher)) for part in before)
         fishers[name] = old + fisher
         # Where neither penalty has any stiffness, 0/0, any centre will do.
         share = (fisher / fishers[name]).nan_to_num(1.0)
@@ -146,9 +146,9 @@ def add_penalties(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors
 
 def fade_fisher(before: Tensors, after: Tensors, gamma: float) -> Tensors:
     """Return gamma F + F_t."""
-    return {name: fisher + gamma * with_rows(before[name], len(fisher)) for name, fisher in after.items()}
+    return {name: fisher + gamma * extend_rows(before[name], len(fisher)) for name, fisher in after.items()}
 
 
-def with_rows(old: Tensor, count: int) -> Tensor:
+def extend_rows(old: Tensor, count: int) -> Tensor:
     """Return the tensor with rows of zeros for the rows that a head has gained since."""
     return torch.cat([old, old.new_zeros(count - len(old), *old.shape[1:])])

@@ -18,7 +18,7 @@ from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN, Answer, Exchange, Form, Memory
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.method import Method
 from fclmodels.federation.prediction import Predictor, predict_by_heads
 from fclmodels.federation.run_context import Run
@@ -57,14 +57,14 @@ class FedAvg(Method):
             from fclmodels.federation.training.frozen_activations import refuse_what_cannot_be_kept
 
             refuse_what_cannot_be_kept(self, self.networks.load(spec, self.network.initial_weights(spec)))
-        return Server(spec, self.network.initial_weights(spec), networks=self.auxiliaries.initial())
+        return Server(spec, self.network.initial_weights(spec), networks=self.auxiliaries.create_initial())
 
     def start_task(self, server: Server, task: int) -> Server:
         spec = self.run.spec(task + 1)
         return replace(server, spec=spec, weights=self.network.grow(server.weights, server.spec, spec), task=task)
 
     def payload(self, server: Server) -> Payload:
-        undownloaded = self.network.undownloaded_names(server.spec)
+        undownloaded = self.network.list_undownloaded_names(server.spec)
         weights = {name: tensor for name, tensor in server.weights.items() if name not in undownloaded}
         return {"weights": Part("weights", weights), **self.auxiliaries.payload(server.networks)}
 
@@ -110,7 +110,7 @@ class FedAvg(Method):
         update = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name not in personal}
         parts = {
             "update": Part("update", update, over="weight"),
-            "weight": outline("count", {"weight": ()}, torch.float64),
+            "weight": make_outline("count", {"weight": ()}, torch.float64),
         }
         averaged = [n for n in list_statistics(network) - personal if not n.startswith(FROZEN)]
         if averaged:
@@ -153,7 +153,7 @@ class FedAvg(Method):
         further = {
             **({"personal": personal} if personal else {}),
             **self.auxiliaries.memory(training.networks),
-            **(training.optimiser_memory() if self.keeps_optimisers else {}),
+            **(training.collect_optimiser_memory() if self.keeps_optimisers else {}),
         }
         return {**memory, **further} if further else memory
 
@@ -164,7 +164,7 @@ class FedAvg(Method):
         """
         weights = {**payload["weights"].tensors, **self.network.draw_undownloaded(self.run.spec(client.task + 1))}
         own: dict[str, Tensor] = client.memory.get("personal", {})
-        return {**weights, **{name: beside_new_rows(tensor, weights[name]) for name, tensor in own.items()}}
+        return {**weights, **{name: join_new_rows(tensor, weights[name]) for name, tensor in own.items()}}
 
     def prepare_training(self, client: Client, payload: Payload) -> LocalTraining:
         """Return the local training of a client from what it has downloaded, ready to run."""
@@ -226,6 +226,6 @@ class FedAvg(Method):
         return sum(losses) / len(labels)
 
 
-def beside_new_rows(rows: Tensor, weights: Tensor) -> Tensor:
+def join_new_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """Return these first rows of some weights with the rest of them."""
     return rows if rows.shape == weights.shape else torch.cat([rows.to(weights), weights[len(rows) :]])

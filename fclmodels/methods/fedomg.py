@@ -10,7 +10,7 @@ from fclmodels.federation.exchange import Form
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, with_single_updates
+from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, require_single_updates
 
 
 class FedOMG(FedAvg):
@@ -37,7 +37,7 @@ class FedOMG(FedAvg):
         return Obstacle("aligns them", "Use mean")
 
     def update_form(self, task: int, round: int) -> Form:
-        return with_single_updates(super().update_form(task, round))
+        return require_single_updates(super().update_form(task, round))
 
     def combine(self, replies: Replies) -> dict[str, Tensor]:
         return self.alignment.combine(replies)

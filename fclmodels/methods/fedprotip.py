@@ -22,7 +22,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -30,7 +30,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.local_projection import LocalProjection, ProjectionSettings
 from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, SubspaceSettings
-from fclmodels.methods.parts.task_identity import TaskIdentity, TipSettings, with_own_heads
+from fclmodels.methods.parts.task_identity import TaskIdentity, TipSettings, give_own_heads
 from fclmodels.numerics.sketch import gaussian_sketch
 from fclmodels.numerics.subspace import limit_columns, rank_by_energy, rank_by_mass, union
 from fclmodels.numerics.task_relevance import Router
@@ -76,7 +76,7 @@ class FedProTIP(FedAvg):
     settings: Settings
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        run = with_own_heads(run, settings)
+        run = give_own_heads(run, settings)
         super().__init__(settings, run)
         self.subspace = ProtectedSubspace(settings, run, self.name)
         self.projection = LocalProjection(settings, run, self.subspace)
@@ -133,7 +133,7 @@ class FedProTIP(FedAvg):
 
     def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         network = self.networks.load(server.spec, server.weights)
-        changes = self.projection.without_frozen_rows(network, server.task, changes)
+        changes = self.projection.remove_frozen_rows(network, server.task, changes)
         return self.subspace.project(server, network, changes)
 
     def router(self, server: Server) -> Router | None:
@@ -145,16 +145,16 @@ class FedProTIP(FedAvg):
         """Return the server whose bases have grown by the clients' core bases, and that predicts the task."""
         bases = dict(server.knowledge["bases"])
         if self.identity:
-            bases[FEATURES] = self.identity.feature_basis(server)
+            bases[FEATURES] = self.identity.join_feature_bases(server)
         features: list[Tensor] = []
         columns: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
-        turns = self._turns(cohort.clients)
+        turns = self._list_turns(cohort.clients)
         for clients in turns:
             replies = cohort.ask(self.core_bases, server, bases, clients=clients)
             if not replies.clients and (columns or clients != turns[-1]):
                 continue  # this client's reply was refused; others are used
-            for directions in self._directions(replies):
+            for directions in self._yield_directions(replies):
                 features += [directions.pop(FEATURES)] if self.identity else []
                 bases = union(bases, directions)
             columns, squares = (
@@ -169,11 +169,11 @@ class FedProTIP(FedAvg):
         server = self.subspace.replace_bases(server, layers, **facts)
         return self.identity.learn_task(server, cohort, features) if self.identity else server
 
-    def _turns(self, clients: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _list_turns(self, clients: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the clients that are asked at once: all, or in the release's variant one by one, on growing bases."""
         return [(client,) for client in clients] if self.settings.union == "sequential" else [clients]
 
-    def _directions(self, replies: Replies) -> Iterator[Bases]:
+    def _yield_directions(self, replies: Replies) -> Iterator[Bases]:
         """Yield directions by layer, of each client or of all together."""
         if self.settings.exchange == "sketch":
             yield dict(replies.sum("directions"))
@@ -194,17 +194,19 @@ class FedProTIP(FedAvg):
         features = {FEATURES: network.backbone.features} if self.identity else {}
         widths = layers | features
         spectra = {
-            "spectra": outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
-            "columns": outline("count", dict.fromkeys(widths, (2,)), torch.int64),
+            "spectra": make_outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
+            "columns": make_outline("count", dict.fromkeys(widths, (2,)), torch.int64),
         }
         if self.settings.exchange == "sketch":
-            sketch = outline("sketch", {name: (d, self.sketch_width(d)) for name, d in widths.items()}, dtype)
+            sketch = make_outline(
+                "sketch", {name: (d, self.limit_sketch_width(d)) for name, d in widths.items()}, dtype
+            )
             return {"directions": sketch, **spectra}
         # How many columns a client's directions have is its own.
-        directions = outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype, "each")
+        directions = make_outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype, "each")
         if not self.identity:
             return {"directions": directions, **spectra}
-        of_features = outline("directions", {name: (d, 0) for name, d in features.items()}, dtype, "each")
+        of_features = make_outline("directions", {name: (d, 0) for name, d in features.items()}, dtype, "each")
         return {"directions": directions, **spectra, "features": of_features}
 
     def answer_core_bases(self, client: Client, payload: Payload) -> Answer:
@@ -228,12 +230,12 @@ class FedProTIP(FedAvg):
         sketch, random = self.settings.exchange == "sketch", client.generator("sketch")
         directions, squares, columns = {}, {}, {}
         for name, X in inputs.items():
-            U, sigma = X.principal(bases[name])
+            U, sigma = X.decompose_principal(bases[name])
             U = U[:, : self._rank(name, X, bases[name], sigma, client.task)]
             scaled = U * sigma[: U.shape[1]] * (X.total / X.count) ** 0.5
             # Vectors of small singular values, from a Gram matrix, are orthogonal to some 1e-3 only.
             leading = scaled if name == FEATURES else torch.linalg.qr(U).Q
-            width = self.sketch_width(X.width)
+            width = self.limit_sketch_width(X.width)
             directions[name] = gaussian_sketch(scaled, width, random) if sketch else leading.contiguous()
             squares[name] = pad(sigma.square(), (0, X.width - len(sigma)))
             columns[name] = torch.tensor([X.count, X.total])
@@ -242,7 +244,7 @@ class FedProTIP(FedAvg):
             tensors["features"] = {FEATURES: directions.pop(FEATURES)}
         return tensors
 
-    def sketch_width(self, d: int) -> int:
+    def limit_sketch_width(self, d: int) -> int:
         """Return the columns of a layer's sketch; of a wide layer no more than it has room for."""
         return limit_columns(self.settings.sketch_width or d, d)
 
@@ -252,8 +254,8 @@ class FedProTIP(FedAvg):
         threshold = self.subspace.threshold(task)
         if self.settings.rank_rule == "residual-mass":
             return rank_by_mass(sigma, threshold)
-        energy = X.energy()
-        return rank_by_energy(sigma, X.energy(basis) / energy if energy else 0.0, threshold)
+        energy = X.measure_energy()
+        return rank_by_energy(sigma, X.measure_energy(basis) / energy if energy else 0.0, threshold)
 
 
 def add_by_name(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

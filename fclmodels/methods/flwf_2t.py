@@ -45,7 +45,7 @@ class Flwf2T(Distilled):
         self.downloads_last_model = settings.server == "previous"
         self.remember_model = self.declare(Exchange("remember", self.payload, self.keep_own_model))
 
-    def lessons(self, client: Client, payload: Payload) -> list[Lesson]:
+    def list_lessons(self, client: Client, payload: Payload) -> list[Lesson]:
         if client.task == 0:
             return []
         of_server = payload["anchor" if self.downloads_last_model else "weights"]

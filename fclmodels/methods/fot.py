@@ -22,7 +22,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -99,7 +99,7 @@ class Fot(FedAvg):
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         if self.settings.gpse == "global":
-            server = with_sums(server, cohort.ask(self.gpse, server))
+            server = store_sums(server, cohort.ask(self.gpse, server))
         sums = server.knowledge["told"]
         directions, spectra = {}, {}
         for name, sketch in sums["sketch"].items():
@@ -119,26 +119,26 @@ class Fot(FedAvg):
     def sketch_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sketches; under noise of the clipped ones, with a share of each layer."""
         layers = self.subspace.layers(self.networks.of(self.run.spec(task + 1)))
-        shapes = {name: (layer.width, self.sketch_width(layer)) for name, layer in layers.items()}
+        shapes = {name: (layer.width, self.limit_sketch_width(layer)) for name, layer in layers.items()}
         if self.is_private:
             root = len(layers) ** 0.5
             return {
-                "sketch": outline("sketch", shapes, bound=self.settings.sketch_clip * root),
-                "share": outline("count", dict.fromkeys(layers, ()), torch.float64, bound=root),
+                "sketch": make_outline("sketch", shapes, bound=self.settings.sketch_clip * root),
+                "share": make_outline("count", dict.fromkeys(layers, ()), torch.float64, bound=root),
             }
         return {
-            "sketch": outline("sketch", shapes),
-            "energy": outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
-            "columns": outline("count", dict.fromkeys(layers, (2,)), torch.int64),
+            "sketch": make_outline("sketch", shapes),
+            "energy": make_outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
+            "columns": make_outline("count", dict.fromkeys(layers, (2,)), torch.int64),
         }
 
     def answer_gpse(self, client: Client, payload: Payload) -> Answer:
         """Return the client's sketches (RandomizedActivationCollection, Algorithm 2) on the global model."""
         network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
-        sketches = self.sketch(client, network, payload["bases"].tensors)
+        sketches = self.draw_sketches(client, network, payload["bases"].tensors)
         return Answer(self.clip(sketches) if self.is_private else sketches, client.memory)
 
-    def sketch(self, client: Client, network: Network, bases: Bases) -> dict[str, Tensors]:
+    def draw_sketches(self, client: Client, network: Network, bases: Bases) -> dict[str, Tensors]:
         """Return of each layer the sketch [d, s] of X* (eq. 9), its energies, and the numbers of columns used and all.
 
         energy: ||X||^2, ||X*||^2, n ||X*|| / ||X|| and n, the number of samples.
@@ -147,14 +147,14 @@ class Fot(FedAvg):
         layers = self.subspace.layers(network)
         sketches, energies, columns = {}, {}, {}
         for name, X in self.subspace.observe(client, network, layers).items():
-            energy, outside = X.energy(), X.energy(bases[name])
+            energy, outside = X.measure_energy(), X.measure_energy(bases[name])
             ratio = (outside / energy) ** 0.5 if energy else 0.0
-            sketches[name] = X.sketch(bases[name], self.sketch_width(layers[name]), random)
+            sketches[name] = X.draw_sketch(bases[name], self.limit_sketch_width(layers[name]), random)
             energies[name] = torch.tensor([energy, outside, samples * ratio, samples], dtype=torch.float64)
             columns[name] = torch.tensor([X.count, X.total])
         return {"sketch": sketches, "energy": energies, "columns": columns}
 
-    def sketch_width(self, layer: Layer) -> int:
+    def limit_sketch_width(self, layer: Layer) -> int:
         """Return s, the sampling dimension; of a wide layer no more than it has room for."""
         conv = isinstance(layer.module, nn.Conv2d)
         times = self.settings.sketch_conv if conv else self.settings.sketch_linear
@@ -192,20 +192,20 @@ class Fot(FedAvg):
         return {**super().payload(server), **(bases_payload(server) if local else {})}
 
     def update_form(self, task: int, round: int) -> Form:
-        sketches = self.sketch_form(task, round) if self._sketches_in(task, round) else {}
+        sketches = self.sketch_form(task, round) if self._read_sketches(task, round) else {}
         return {**super().update_form(task, round), **sketches}
 
     def further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, Tensors]:
         client = training.client
-        if not self._sketches_in(client.task, client.round):
+        if not self._read_sketches(client.task, client.round):
             return {}
-        return self.sketch(client, training.network, payload["bases"].tensors)
+        return self.draw_sketches(client, training.network, payload["bases"].tensors)
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         server = super().aggregate(server, replies)
-        return with_sums(server, replies) if "sketch" in replies.parts else server
+        return store_sums(server, replies) if "sketch" in replies.parts else server
 
-    def _sketches_in(self, task: int, round: int) -> bool:
+    def _read_sketches(self, task: int, round: int) -> bool:
         return self.settings.gpse == "local" and round == self.run.rounds(task) - 1
 
 
@@ -218,7 +218,7 @@ def bases_payload(server: Server) -> Payload:
     return {"bases": Part("basis", server.knowledge["bases"], once=True)}
 
 
-def with_sums(server: Server, replies: Replies) -> Server:
+def store_sums(server: Server, replies: Replies) -> Server:
     """Return the server with the sums of clients' sketches, and under noise the sketches' standard deviation of it."""
     parts = ("sketch", "energy", "columns", "share")
     sums: dict[str, Any] = {part: replies.sum(part) for part in parts if part in replies.parts}

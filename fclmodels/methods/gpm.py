@@ -69,7 +69,7 @@ class Gpm(FedAvg):
     def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return changes without frozen rows: of the spans, which differ by client, the server knows nothing."""
         network = self.networks.load(server.spec, server.weights)
-        return self.projection.without_frozen_rows(network, server.task, changes)
+        return self.projection.remove_frozen_rows(network, server.task, changes)
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.extension, server)
@@ -82,8 +82,8 @@ class Gpm(FedAvg):
         bases = dict(client.memory.get("bases", {}))
         for name, X in self.subspace.observe(client, network, layers).items():
             basis = bases.get(name, layers[name].module.weight.detach().new_zeros(layers[name].width, 0))
-            U, sigma = X.principal(basis)
-            energy = X.energy()
-            q = X.energy(basis) / energy if energy else 0.0
+            U, sigma = X.decompose_principal(basis)
+            energy = X.measure_energy()
+            q = X.measure_energy(basis) / energy if energy else 0.0
             bases[name] = extend(basis, U[:, : rank_by_energy(sigma, q, self.subspace.threshold(client.task))])
         return Answer({}, {**client.memory, "bases": bases})

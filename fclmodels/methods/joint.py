@@ -43,7 +43,9 @@ class Joint(FedAvg):
         return (0,)
 
     def rows(self, task: int, client: int) -> Rows:
-        return Rows.concatenate([once(self.run.splits.select_rows(earlier, "train")) for earlier in range(task + 1)])
+        return Rows.concatenate(
+            [drop_repeated(self.run.splits.select_rows(earlier, "train")) for earlier in range(task + 1)]
+        )
 
     def pooled_bytes(self, task: int) -> dict[int, int]:
         splits = self.run.splits
@@ -61,6 +63,6 @@ class Joint(FedAvg):
         return self.cross_entropy_by_task(network, network.backbone(batch.inputs), batch.labels, batch.tasks)
 
 
-def once(rows: Rows) -> Rows:
+def drop_repeated(rows: Rows) -> Rows:
     """Return each sample a single time, where clients share images."""
     return rows.take(np.unique(rows.samples, return_index=True)[1])

@@ -33,5 +33,5 @@ class LinearProbe(FedAvg):
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         task, network = training.client.task, training.network
-        features = self.backbone.features_of(network, batch, task).features
+        features = self.backbone.compute_features(network, batch, task).features
         return self.cross_entropy(network, features, batch.labels, task)

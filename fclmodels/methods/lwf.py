@@ -23,5 +23,5 @@ class Lwf(Distilled):
 
     settings: Settings
 
-    def lessons(self, client: Client, payload: Payload) -> list[Lesson]:
+    def list_lessons(self, client: Client, payload: Payload) -> list[Lesson]:
         return [Lesson(self.settings.weight, payload["anchor"].tensors)] if "anchor" in payload else []

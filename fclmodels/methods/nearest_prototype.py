@@ -69,7 +69,7 @@ class NearestPrototype(FedAvg):
             for part, value in sums.get(name, {}).items():
                 total[part][: len(value)] = value
             grown[name] = total
-        return with_heads(started, grown, clients=torch.zeros(0, dtype=torch.int64))
+        return set_heads(started, grown, clients=torch.zeros(0, dtype=torch.int64))
 
     def payload(self, server: Server) -> Payload:
         return {**super().payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
@@ -87,7 +87,7 @@ class NearestPrototype(FedAvg):
         rows = torch.arange(len(classes)) if own else torch.tensor(classes)
         total = {n: value.index_add(0, rows, new[n]) for n, value in server.knowledge["told"][head].items()}
         clients = torch.cat([server.knowledge["heard"], torch.tensor(sorted(replies.facts))]).unique()
-        return with_heads(server, {**server.knowledge["told"], head: total}, clients)
+        return set_heads(server, {**server.knowledge["told"], head: total}, clients)
 
     @torch.no_grad()
     def train(self, client: Client, payload: Payload) -> Answer:
@@ -98,7 +98,7 @@ class NearestPrototype(FedAvg):
         total = moments(nothing, torch.zeros(0, dtype=torch.int64), classes)
         if client.index not in payload["heard"].tensors["clients"]:
             for batch in self.run.batches.iterate_ordered(rows, AT_ONCE):
-                features = self.backbone.features_of(network, batch, client.task).features
+                features = self.backbone.compute_features(network, batch, client.task).features
                 if clip is not None:
                     features = clip_rows(features, clip)
                 of_batch = moments(features, to_local_labels(network.spec, client.task, batch.labels), classes)
@@ -108,7 +108,7 @@ class NearestPrototype(FedAvg):
         return Answer({"moments": total}, client.memory, 0.0, len(rows))
 
 
-def with_heads(server: Server, sums: dict[str, dict[str, Tensor]], clients: Tensor) -> Server:
+def set_heads(server: Server, sums: dict[str, dict[str, Tensor]], clients: Tensor) -> Server:
     """Return the server whose heads [C, F] have their largest logit at the nearest mean."""
     weights = dict(server.weights)
     for name, total in sums.items():

@@ -48,7 +48,7 @@ class SingleTask(FedAvg):
         return False
 
     def columns(self, server: Server) -> Columns:
-        return Columns.by_task(server.spec, self.run.device)
+        return Columns.order_by_task(server.spec, self.run.device)
 
     def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
         return list(server.knowledge.get("models", []))

@@ -22,11 +22,11 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Answer, Form
-from fclmodels.federation.messages import Payload, outline
+from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import ServerAnchorSettings, anchor_to, blend_with_anchor, distance
+from fclmodels.methods.parts.anchor import ServerAnchorSettings, anchor_to, blend_with_anchor, measure_distance
 from fclmodels.methods.parts.anchor_radius import Search, share_within
 from fclmodels.settings.base import Settings as BaseSettings
 
@@ -78,19 +78,19 @@ class Special(FedAvg):
         started = anchor_to(super().start_task(server, task), server)
         if not self.tunes(task):
             return started
-        return with_knowledge(started, search=asdict(Search()), share=0.0, rounds=0)
+        return set_knowledge(started, search=asdict(Search()), share=0.0, rounds=0)
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         averaged = super().aggregate(server, replies)
         if self.tunes(server.task):
-            averaged = self.tune(averaged, replies, distance(server.weights, server.knowledge["anchor"]))
+            averaged = self.tune(averaged, replies, measure_distance(server.weights, server.knowledge["anchor"]))
         return blend_with_anchor(averaged, self.share(averaged), self.settings.batch_norm == "blend")
 
     def update_form(self, task: int, round: int) -> Form:
         form = super().update_form(task, round)
         if not self.tunes(task):
             return form
-        val = outline("loss", {"loss": (), "samples": ()}, torch.float64, bound=math.sqrt(2))
+        val = make_outline("loss", {"loss": (), "samples": ()}, torch.float64, bound=math.sqrt(2))
         return {**form, "val": val}
 
     def tunes(self, task: int) -> bool:
@@ -103,18 +103,18 @@ class Special(FedAvg):
         model, leaves D as it was.
         """
         val, rounds = replies.sum("val"), self.run.rounds(averaged.task)
-        averaged = with_knowledge(averaged, rounds=averaged.knowledge["rounds"] + 1)
-        noise, guessing = replies.noise("val"), self.guessing(averaged.spec, averaged.task)
+        averaged = set_knowledge(averaged, rounds=averaged.knowledge["rounds"] + 1)
+        noise, guessing = replies.noise("val"), self.compute_guessing_loss(averaged.spec, averaged.task)
         if not val["samples"] > 3 * noise:
             return averaged
         loss = float(val["loss"] / val["samples"]) * (2 * guessing if noise else 1)
         before = Search(**averaged.knowledge["search"])
         search = before.after(loss, guessing, self.settings.tolerance, rounds)
-        radius = search.radius(drift, last=averaged.knowledge["rounds"] == rounds)
-        share = share_within(radius, distance(averaged.weights, averaged.knowledge["anchor"]))
-        return with_knowledge(averaged, search=asdict(search), share=share)
+        radius = search.compute_radius(drift, last=averaged.knowledge["rounds"] == rounds)
+        share = share_within(radius, measure_distance(averaged.weights, averaged.knowledge["anchor"]))
+        return set_knowledge(averaged, search=asdict(search), share=share)
 
-    def guessing(self, spec: ModelSpec, task: int) -> float:
+    def compute_guessing_loss(self, spec: ModelSpec, task: int) -> float:
         """Return ln C, the loss of guessing among the classes that the loss is over."""
         return math.log(spec.label_count if self.loss_is_over_seen(spec) else len(spec.tasks[task]))
 
@@ -133,10 +133,10 @@ class Special(FedAvg):
         answer = super().train(client, payload)
         if not self.tunes(client.task):
             return answer
-        return answer._replace(tensors={**answer.tensors, "val": self.val_loss(client, payload)})
+        return answer._replace(tensors={**answer.tensors, "val": self.measure_val_loss(client, payload)})
 
     @torch.no_grad()
-    def val_loss(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+    def measure_val_loss(self, client: Client, payload: Payload) -> dict[str, Tensor]:
         """Return the loss of the model that a client was sent, summed over its val rows, and their number.
 
         Under noise their mean, at most twice what guessing costs, in units of that, and 1 where there are rows.
@@ -149,7 +149,7 @@ class Special(FedAvg):
             total += loss.cpu() * len(batch.labels)
         samples = torch.tensor(len(client.val), dtype=torch.float64)
         if self.run.params.federation.privacy.on:
-            most = 2 * self.guessing(network.spec, client.task)
+            most = 2 * self.compute_guessing_loss(network.spec, client.task)
             total, samples = (total / samples.clamp(min=1) / most).clamp(max=1), samples.clamp(max=1)
         return {"loss": total, "samples": samples}
 
@@ -162,7 +162,7 @@ class Special(FedAvg):
         if lam == "auto":
             return ["lambda auto: no anchor until a tenth of a task's rounds lowers its val loss no more; else FedAvg"]
         new_rows = self.run.spec(len(self.run.splits.tasks)).label_count > self.run.spec(1).label_count
-        useful, rounds = useful_rounds(lam), [self.run.rounds(task) for task in tasks]
+        useful, rounds = count_useful_rounds(lam), [self.run.rounds(task) for task in tasks]
         lines = [
             f"lambda {lam:g}: after the first task a constant update of each round moves the model {1 / lam:.3g} times "
             f"as far as one of them in the end, and {ENOUGH:.0%} of that by round {useful}"
@@ -173,16 +173,16 @@ class Special(FedAvg):
             lines.append(
                 f"federation.rounds: {wasted} of {len(tasks)} later tasks {go} on beyond that, up to round "
                 f"{max(rounds)}, with {movable} left to move. Take fewer rounds, or a lambda of "
-                f"{round_down(lambda_for(max(rounds))):g}"
+                f"{round_down(solve_lambda(max(rounds))):g}"
             )
         return lines
 
 
-def with_knowledge(server: Server, **facts: Any) -> Server:
+def set_knowledge(server: Server, **facts: Any) -> Server:
     return replace(server, knowledge={**server.knowledge, **facts})
 
 
-def drift(lam: float, rounds: int) -> float:
+def compute_drift(lam: float, rounds: int) -> float:
     """Return how far a constant update of each round moves the model, in lengths: (1 - (1 + lambda)^-rounds) / lambda.
 
     Of a deviation from W* a round keeps 1/(1 + lambda), the contraction. Without an anchor it is the number of rounds.
@@ -190,12 +190,12 @@ def drift(lam: float, rounds: int) -> float:
     return -math.expm1(-rounds * math.log1p(lam)) / lam if lam else rounds
 
 
-def useful_rounds(lam: float) -> int:
+def count_useful_rounds(lam: float) -> int:
     """Return the least rounds in which a constant update has moved the model almost as far as it ever will."""
     return math.ceil(min(math.log(1 / (1 - ENOUGH)) / math.log1p(lam), 1e9))
 
 
-def lambda_for(rounds: int) -> float:
+def solve_lambda(rounds: int) -> float:
     """Return the lambda for which so many rounds are just useful."""
     return math.expm1(math.log(1 / (1 - ENOUGH)) / rounds)
 

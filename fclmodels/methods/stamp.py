@@ -31,8 +31,8 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining, make_optimiser
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.coreset_memory import CoresetMemory, CoresetSettings
-from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, with_single_updates
-from fclmodels.methods.parts.replay_memory import draw_batch, stored_samples
+from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, require_single_updates
+from fclmodels.methods.parts.replay_memory import draw_batch, unpack_samples
 from fclmodels.numerics.protonet import prototype_loss
 from fclmodels.randomness import seed_torch
 
@@ -87,7 +87,7 @@ class Stamp(FedAvg):
 
     def update_form(self, task: int, round: int) -> Form:
         form = super().update_form(task, round)
-        return with_single_updates(form) if self.settings.spatio else form
+        return require_single_updates(form) if self.settings.spatio else form
 
     def combine(self, replies: Replies) -> Gradients:
         return self.alignment.combine(replies) if self.settings.spatio else super().combine(replies)
@@ -105,7 +105,7 @@ class Stamp(FedAvg):
         return Answer({}, self.coreset.add_task(client, network))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        samples = stored_samples(training.client.memory)
+        samples = unpack_samples(training.client.memory)
         if samples is not None:
             training.add(PastTasks(training.client, samples))
 
@@ -120,7 +120,7 @@ class Stamp(FedAvg):
         loss = self.cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
         if self.settings.protonet:
             past = training.part(PastTasks)
-            prototypes = past.prototypes if past else no_prototypes(features)
+            prototypes = past.prototypes if past else make_no_prototypes(features)
             loss = loss + self.settings.protonet * prototype_loss(features, batch.labels, *prototypes)
         return loss
 
@@ -130,28 +130,30 @@ class Stamp(FedAvg):
         if past is None or self.settings.temporal != "step":
             return
         by_prototypes = self.settings.tasks_from == "prototypes"
-        gradients = self.prototype_gradients(training, past) if by_prototypes else self.sample_gradients(training, past)
+        gradients = (
+            self.yield_prototype_gradients(training, past) if by_prototypes else self.sample_gradients(training, past)
+        )
         for name, gradient in self.align_tasks([training.gradients, *gradients]).items():
             training.parameters[name].grad = gradient
 
     def sample_gradients(self, training: LocalTraining, past: "PastTasks") -> Iterator[Gradients]:
         """Yield a gradient of each past task's samples at the present weights, by name."""
         for task in past.samples:
-            yield training.gradients_of(self.loss(training, past.draw(task)))
+            yield training.compute_gradients(self.loss(training, past.draw(task)))
 
-    def prototype_gradients(self, training: LocalTraining, past: "PastTasks") -> Iterator[Gradients]:
+    def yield_prototype_gradients(self, training: LocalTraining, past: "PastTasks") -> Iterator[Gradients]:
         """Yield a gradient of the head by each past task's prototypes (eq. 3), as long as the current one.
 
         Prototypes are features of evaluation mode: beside batch normalisation in training mode their gradients have
         another scale, and blow up the head.
         """
         head = [name for name in training.parameters if name.startswith("heads.")]
-        current = length([g for name, g in training.gradients.items() if name in head])
+        current = compute_length([g for name, g in training.gradients.items() if name in head])
         means, labels = past.prototypes
         for task, samples in past.samples.items():
             mine = torch.isin(labels, samples.labels.to(labels))
             loss = self.cross_entropy(training.network, means[mine], labels[mine].long(), task)
-            yield of_length(training.gradients_of(loss, head), current)
+            yield scale_to_length(training.compute_gradients(loss, head), current)
 
     def finish_training(self, training: LocalTraining) -> None:
         """Move, under `temporal: round`, by GA of displacements of equally many steps on the current and past tasks."""
@@ -160,10 +162,10 @@ class Stamp(FedAvg):
             return
         network, start = training.network, training.start
         statistics = {name: network.get_buffer(name).clone() for name in list_statistics(network)}
-        moved = [training.moved_since(start)]
+        moved = [training.measure_movement(start)]
         for task in past.samples:
             self.train_on_past(training, past, task)
-            moved.append({name: d for name, d in training.moved_since(start).items() if d.any()})
+            moved.append({name: d for name, d in training.measure_movement(start).items() if d.any()})
         training.move_from(start, {**moved[0], **self.align_tasks(moved)})
         with torch.no_grad():
             for name, value in statistics.items():
@@ -210,16 +212,16 @@ class PastTasks:
         return draw_batch(self.client, self.samples[task], self.random, self.augmenting)
 
 
-def no_prototypes(features: Tensor) -> tuple[Tensor, Tensor]:
+def make_no_prototypes(features: Tensor) -> tuple[Tensor, Tensor]:
     return features[:0].detach(), torch.zeros(0, dtype=torch.int64, device=features.device)
 
 
-def length(vector: Iterable[Tensor]) -> Tensor:
+def compute_length(vector: Iterable[Tensor]) -> Tensor:
     """Return the norm over all tensors together."""
     return torch.stack(torch._foreach_norm(list(vector))).norm()
 
 
-def of_length(vector: Gradients, size: Tensor) -> Gradients:
+def scale_to_length(vector: Gradients, size: Tensor) -> Gradients:
     """Return the vector scaled to a length; a vector of zeros stays as it is."""
-    present = length(vector.values())
+    present = compute_length(vector.values())
     return {name: g * (size / present) for name, g in vector.items()} if present > 0 else vector

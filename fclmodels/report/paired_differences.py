@@ -30,12 +30,12 @@ class Pair(NamedTuple):
 
 def pair_groups(groups: Sequence[Group], reading: str) -> list[Pair]:
     """Compare each group's ACC with the first one's, over the seeds that both ran on the same splits."""
-    return _compare_with_first([_acc_by_seed(group, reading) for group in groups])
+    return _compare_with_first([_collect_acc_by_seed(group, reading) for group in groups])
 
 
 def pair_groups_by_task(groups: Sequence[Group], reading: str) -> list[list[Pair]]:
     """Compare each group's final accuracy with the first one's, task by task."""
-    final = [_final_accuracies_by_seed(group, reading) for group in groups]
+    final = [_collect_final_accuracies_by_seed(group, reading) for group in groups]
     tasks = max((len(a) for of_group in final for a in of_group.values()), default=0)
     return [
         _compare_with_first([{key: float(a[task]) for key, a in of.items() if _is_defined(a, task)} for of in final])
@@ -43,7 +43,7 @@ def pair_groups_by_task(groups: Sequence[Group], reading: str) -> list[list[Pair
     ]
 
 
-def bootstrap_interval(differences: np.ndarray) -> tuple[float, float]:
+def estimate_interval(differences: np.ndarray) -> tuple[float, float]:
     """Return the interval of the mean of differences [n]; the draws are always the same."""
     means = differences[_draw_samples(len(differences))].mean(1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -62,17 +62,17 @@ def _compare_with_first(values: Sequence[Mapping[Seed, float]]) -> list[Pair]:
         common = sorted(own.keys() & values[0].keys())
         if len(common) >= FEWEST_SEEDS:
             differences = np.array([own[key] - values[0][key] for key in common])
-            pairs.append(Pair(index, len(common), float(differences.mean()), *bootstrap_interval(differences)))
+            pairs.append(Pair(index, len(common), float(differences.mean()), *estimate_interval(differences)))
     return pairs
 
 
-def _acc_by_seed(group: Group, reading: str) -> dict[Seed, float]:
+def _collect_acc_by_seed(group: Group, reading: str) -> dict[Seed, float]:
     """Return ACC by seed and splits, where it is defined."""
     accs = {_seed_of(run): run.metrics.get(reading, {}).get("acc") for run in group.runs}
     return {key: value for key, value in accs.items() if value is not None}
 
 
-def _final_accuracies_by_seed(group: Group, reading: str) -> dict[Seed, np.ndarray]:
+def _collect_final_accuracies_by_seed(group: Group, reading: str) -> dict[Seed, np.ndarray]:
     """Return accuracies [T] after the last task by seed and splits; NaN where undefined."""
     return {_seed_of(run): run.matrices[reading][-1] for run in group.runs if reading in run.matrices}
 

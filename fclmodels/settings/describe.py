@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fclmodels.errors import UserError
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 from fclmodels.settings.base import Settings, list_blocks
 from fclmodels.settings.schema import BLOCKS, CHOICES, Params
 
@@ -28,10 +28,10 @@ def explain(name: str | None = None) -> list[Setting]:
     every = [row for block in Params.model_fields for row in _describe_block(block)]
     if name is None:
         return every
-    if name in all_of("method"):
+    if name in load_all("method"):
         return [row for row in every if row.path.startswith(f"methods.{name}.")]
     for block, (kind, _) in CHOICES.items():
-        if name in all_of(kind):
+        if name in load_all(kind):
             return [r for r in every if r.path.startswith(f"{block}.") and (not r.kinds or name in r.kinds)]
     matching = [row for row in every if f".{name}." in f".{row.path}."]
     if not matching:
@@ -73,13 +73,13 @@ def describe(cls: type[Settings], prefix: str = "", kinds: tuple[str, ...] = ())
 
 def _describe_block(block: str) -> list[Setting]:
     if block == "methods":
-        return [r for name, m in all_of("method").items() for r in describe(m.Settings, f"methods.{name}.", (name,))]
+        return [r for name, m in load_all("method").items() for r in describe(m.Settings, f"methods.{name}.", (name,))]
     if block not in BLOCKS:
         return [row for row in describe(Params) if row.path == block]
     if block not in CHOICES:
         return describe(BLOCKS[block], f"{block}.")
     kind, key = CHOICES[block]
-    plugins = all_of(kind)
+    plugins = load_all(kind)
     rows: dict[str, Setting] = {}
     for name, plugin in plugins.items():
         for row in describe(plugin.Settings, f"{block}."):

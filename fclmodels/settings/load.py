@@ -11,7 +11,7 @@ from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from fclmodels.errors import Place, UserError, format_value
-from fclmodels.plugins import all_of, find
+from fclmodels.plugins import find, load_all
 from fclmodels.settings.base import Settings, list_blocks
 from fclmodels.settings.describe import describe, explain, suggest_path
 from fclmodels.settings.schema import BLOCKS, CHOICES, ExperimentSettings, Params, PresetSettings
@@ -168,7 +168,7 @@ class SettingsCheck:
             cls = self.find_settings(kind, name, (block, key)) or cls
         dormant = values.keys() - cls.model_fields.keys()
         if dormant:
-            dormant &= {field for plugin in all_of(kind).values() for field in plugin.Settings.model_fields}
+            dormant &= {field for plugin in load_all(kind).values() for field in plugin.Settings.model_fields}
         for other in dormant:
             if cls is not BLOCKS[block] and self.source.find_place((block, other)).is_override:
                 self.refuse((block, other), f"{block}.{other} has no effect where {block}.{key} is {name}.")

@@ -93,14 +93,14 @@ class OptimizerSettings(Settings):
     )
 
 
-def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
+def _refuse_unordered(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[0] > pair[1]:
         raise ValueError("the smaller share must come first.")
     return pair
 
 
 AreaShare = Annotated[float, Field(gt=0, le=1)]
-AreaRange = Annotated[tuple[AreaShare, AreaShare], AfterValidator(_ascending)]
+AreaRange = Annotated[tuple[AreaShare, AreaShare], AfterValidator(_refuse_unordered)]
 
 
 class AugmentSettings(Settings):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 
-def json_digest(content: Any) -> str:
+def digest_json(content: Any) -> str:
     """Return the digest of a value as JSON with sorted keys."""
     return begin_digest(content).hexdigest()
 
@@ -19,12 +19,12 @@ def begin_digest(content: Any) -> "_Hash":
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode())
 
 
-def file_digest(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Return the digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_digests(folder: Path) -> dict[str, str]:
+def digest_folder(folder: Path) -> dict[str, str]:
     """Return the digests of all files below a folder, by their paths from it on."""
-    return {str(file.relative_to(folder)): file_digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {str(file.relative_to(folder)): digest_file(file) for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -35,7 +35,7 @@ def replace_folder(folder: Path, beside: Path | None = None) -> Iterator[Path]:
     folder = folder.resolve()  # a link to another disk stays a link
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)  # of a run that was killed
-    with temporary_folder(beside or folder) as temporary:
+    with make_temporary_folder(beside or folder) as temporary:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
@@ -48,7 +48,7 @@ def replace_folder(folder: Path, beside: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def temporary_folder(beside: Path) -> Iterator[Path]:
+def make_temporary_folder(beside: Path) -> Iterator[Path]:
     """Yield an empty folder beside this path; delete it, unless it was moved away, when the block ends."""
     beside = beside.resolve()
     folder = beside.with_name(f".{beside.name}.partial")

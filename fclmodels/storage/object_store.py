@@ -37,7 +37,7 @@ class Store:
 
     def get(self, digest: str) -> Tree:
         """Return the tree with this digest; UserError where it is missing or has changed."""
-        tree = trees.load(self._existing(digest))
+        tree = trees.load(self._find_existing(digest))
         if trees.digest(tree) != digest:
             raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
         return tree
@@ -65,7 +65,7 @@ class Store:
         return digest
 
     def get_table(self, digest: str) -> pl.DataFrame:
-        content = self._existing(digest).read_bytes()
+        content = self._find_existing(digest).read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
         try:
@@ -113,7 +113,7 @@ class Store:
             raise ValueError(f"{digest!a} is no digest")
         return self.root / digest[:2] / digest
 
-    def _existing(self, digest: str) -> Path:
+    def _find_existing(self, digest: str) -> Path:
         if not self.has(digest):
             raise UserError(f"{self.path(digest)} is missing. {_REMEDY}")
         return self.path(digest)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fclmodels.errors import UserError
-from fclmodels.storage.digests import file_digest, json_digest
+from fclmodels.storage.digests import digest_file, digest_json
 from fclmodels.storage.files import replace_file
 from fclmodels.storage.untrusted import read_json, validate
 
@@ -24,7 +24,7 @@ def write_json(path: Path, content: Any) -> None:
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
     """Write JSON that carries its own digest."""
     content = json.loads(json.dumps(content))
-    write_json(path, {**content, "seal": json_digest(content)})
+    write_json(path, {**content, "seal": digest_json(content)})
 
 
 def _format(content: Any) -> str:
@@ -38,7 +38,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """
     content = read_json(path)
     seal = content.pop("seal", None) if isinstance(content, dict) else None
-    if seal is None or seal != json_digest(content) or path.read_bytes() != _format({**content, "seal": seal}).encode():
+    if seal is None or seal != digest_json(content) or path.read_bytes() != _format({**content, "seal": seal}).encode():
         raise ValueError("changed or cut short")
     return content
 
@@ -68,7 +68,7 @@ def refuse_changed(folder: Path, pattern: str) -> None:
     files = content.get("files", {}) if isinstance(content, dict) else {}
     for name in fnmatch.filter(files, pattern):
         file = folder / name
-        if not file.is_file() or file_digest(file) != files[name]:
+        if not file.is_file() or digest_file(file) != files[name]:
             raise UserError(f"{file} does not match its digest (changed or cut short). {describe_remedy(folder)}")
 
 

@@ -25,22 +25,22 @@ FORMAT = 1
 def flatten(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
     """Return the tree with each tensor replaced by {"tensor": name}, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
-    return _without_tensors(tree, "", tensors), tensors
+    return _drop_tensors(tree, "", tensors), tensors
 
 
-def _without_tensors(node: Tree, path: str, tensors: dict[str, Tensor]) -> Tree:
+def _drop_tensors(node: Tree, path: str, tensors: dict[str, Tensor]) -> Tree:
     # Not a function inside flatten: one that calls itself there would keep the tensors until the garbage collection.
     if isinstance(node, Tensor):
         tensors[path] = node
         return {"tensor": path}
     if isinstance(node, dict):
-        return {"dict": {k: _without_tensors(value, f"{path}/{_escaped(k)}", tensors) for k, value in node.items()}}
+        return {"dict": {k: _drop_tensors(value, f"{path}/{_escape(k)}", tensors) for k, value in node.items()}}
     if isinstance(node, list | tuple):
-        return {"list": [_without_tensors(value, f"{path}/{i}", tensors) for i, value in enumerate(node)]}
+        return {"list": [_drop_tensors(value, f"{path}/{i}", tensors) for i, value in enumerate(node)]}
     return {"json": node}
 
 
-def _escaped(key: str) -> str:
+def _escape(key: str) -> str:
     """Escape a key as JSON pointers do (RFC 6901), so that no two tensors have the same path."""
     return key.replace("~", "~0").replace("/", "~1")
 
@@ -82,7 +82,7 @@ def save(tree: Tree, path: Path) -> None:
     metadata = {"fclflow": json.dumps({"format": FORMAT, "tree": skeleton}, sort_keys=True)}
     try:
         with replace_file(path) as temporary:
-            save_file(_unshared(content), temporary, metadata=metadata)
+            save_file(_copy_shared(content), temporary, metadata=metadata)
     except SafetensorError as problem:
         way_out = "Make room on its disk; the same command goes on from there."
         raise UserError(f"{path} cannot be written ({problem}). {way_out}") from problem
@@ -90,7 +90,7 @@ def save(tree: Tree, path: Path) -> None:
 
 def load(path: Path, device: torch.device | str = "cpu") -> Tree:
     """Read a tree; UserError that names the file where it is cut short or not a tree."""
-    return _read(path, device, lambda file, name: _aligned(file.get_tensor(name)))
+    return _read(path, device, lambda file, name: _align(file.get_tensor(name)))
 
 
 def load_shapes(path: Path) -> Tree:
@@ -111,12 +111,12 @@ def _read(path: Path, device: torch.device | str, leaf: Callable[[Any, str], Any
         raise UserError(f"{path} cannot be read ({reason}). Delete it to have it made again.") from problem
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _align(tensor: Tensor) -> Tensor:
     """Return the tensor at an address aligned as torch aligns its own: the last bits of a product depend on that."""
     return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share storage with another, which safetensors refuses."""
     storages: set[int] = set()
     result = {}

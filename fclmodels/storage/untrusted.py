@@ -23,13 +23,13 @@ FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _printable(text: str) -> str:
+def _make_printable(text: str) -> str:
     if is_unprintable(text):
         raise ValueError(f"{text!a} cannot be printed")
     return text
 
 
-Text = Annotated[str, AfterValidator(_printable)]
+Text = Annotated[str, AfterValidator(_make_printable)]
 """Names and paths that may be printed in an error line."""
 
 

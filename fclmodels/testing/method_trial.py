@@ -23,7 +23,7 @@ from fclmodels.federation.exchange import Answer, Exchange
 from fclmodels.federation.messages import Reply
 from fclmodels.federation.method import Method
 from fclmodels.federation.prediction import Prediction, Predictor
-from fclmodels.federation.protection.inspection import form_of, list_entries
+from fclmodels.federation.protection.inspection import describe_form, list_entries
 from fclmodels.federation.server import Server
 from fclmodels.testing.plugin_declaration import check_declaration, require
 from fclmodels.testing.tiny_splits import VIT, load_tiny_params, write_splits
@@ -55,13 +55,13 @@ def check_method(method: type[Method], *settings: str, executors: Sequence[str] 
 def train(method: type[Method], *settings: str) -> Server:
     """Return the server after a method has learned both tasks of tiny splits, with seed 0."""
     with tempfile.TemporaryDirectory() as name:
-        folder, params = Path(name), load_tiny_params(*needed_settings(method), *settings)
+        folder, params = Path(name), load_tiny_params(*find_needed_settings(method), *settings)
         with Experiment(params, method.name, 0, write_splits(folder / "data"), folder / "home") as experiment:
             experiment.run(folder / "run")
             return Server.from_tree(load_last_state(experiment)["server"])
 
 
-def needed_settings(method: type[Method]) -> tuple[str, ...]:
+def find_needed_settings(method: type[Method]) -> tuple[str, ...]:
     """Return settings without which a method cannot run on tiny splits: a transformer, where it attaches to one."""
     return VIT if issubclass(getattr(method, "attaches", object), AdaptedVit) else ()
 
@@ -81,7 +81,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
 
     def __init__(self, method: type[Method], *settings: str, folder: Path) -> None:
         self.name = method.name
-        self.settings = (*needed_settings(method), *PARTIAL, *settings)
+        self.settings = (*find_needed_settings(method), *PARTIAL, *settings)
         self.folder = folder
         self.splits = write_splits(folder / "data", train=SIZES)
         self._number = count()
@@ -132,7 +132,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         columns = method.columns(server)
         labels = sorted(set(columns.labels.tolist()))
         require(labels == list(range(LABELS)), f"{self.name}: its columns stand for the labels {labels}, not 0 to 3")
-        without = (~columns.of_tasks(server.spec.tasks).any(1)).nonzero().flatten().tolist()
+        without = (~columns.mask_tasks(server.spec.tasks).any(1)).nonzero().flatten().tolist()
         require(not without, f"{self.name}: no column is of task {without}")
 
     def check_ledger(self) -> None:
@@ -203,12 +203,12 @@ def check_each_prediction(method: Method) -> None:
     def predictor(server: Server) -> Predictor:
         predict = make_predictor(server)
 
-        def checked(inputs: Tensor) -> Prediction:
+        def check_answers(inputs: Tensor) -> Prediction:
             prediction = predict(inputs)
             check_shapes(method, server, prediction, len(inputs))
             return prediction
 
-        return checked
+        return check_answers
 
     method.predictor = predictor
 
@@ -226,7 +226,10 @@ class ComparedExchange(Exchange):
 
     def fill(self, client: Client, answer: Answer) -> Reply:
         reply = super().fill(client, answer)
-        declared, sent = list_entries(form_of(self.form(client.task, client.round))), list_entries(form_of(reply.parts))
+        declared, sent = (
+            list_entries(describe_form(self.form(client.task, client.round))),
+            list_entries(describe_form(reply.parts)),
+        )
         differences = {"declared, not sent": declared - sent, "sent, not declared": sent - declared}
         lines = [f"{text}: {_describe_part(*part)}" for text, parts in differences.items() for part in parts]
         require(not lines, f"client {client.index}'s answer to {self.name}: {'; '.join(sorted(lines)[:4])}")
@@ -243,7 +246,7 @@ class Refusals(Listener):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def refused(self, task: int, round: int, client: int, why: str) -> None:
+    def on_refusal(self, task: int, round: int, client: int, why: str) -> None:
         self.lines.append(f"of client {client} in task {task}, round {round}: {why}")
 
 
@@ -254,6 +257,6 @@ class Stopped(Exception):  # noqa: N818
 class Stopping(Listener):
     """Interrupts a run in the last round of the second task."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round) == (1, 1):
             raise Stopped

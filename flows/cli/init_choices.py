@@ -61,10 +61,10 @@ def look_at_machine() -> Machine:
     """Return the cores that this process may use, and the GPU that torch sees."""
     import torch
 
-    from fclmodels.federation.executors.auto_choice import cores
+    from fclmodels.federation.executors.auto_choice import count_cores
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Machine(cores(), gpu)
+    return Machine(count_cores(), gpu)
 
 
 def choose_settings(summary: FolderSummary, machine: Machine) -> dict[str, ChosenSetting]:

@@ -66,7 +66,7 @@ def explain_settings(
     if json:
         terminal.print_json(rows)
         return
-    is_plugin = any(name in plugins.all_of(kind) for kind in KINDS.values())
+    is_plugin = any(name in plugins.load_all(kind) for kind in KINDS.values())
     for row in rows:
         if is_plugin:
             del row["of"]
@@ -115,7 +115,7 @@ def list_presets(
     json: Json = False,
 ) -> None:
     """List the presets with their papers' figures; `fcl preset NAME` runs one."""
-    from fclmodels.plugins import all_of
+    from fclmodels.plugins import load_all
     from flows.cli.preset_list import PRESETS, list_figures, load_presets, summarize_preset
 
     presets = load_presets()
@@ -127,7 +127,7 @@ def list_presets(
     elif name is not None:
         rows = list_figures(blocks[0][0])
         terminal.print_table(rows, title=f"{name}: {blocks[0][0].paper}, in %")
-        if others := sorted({row["method"] for row in rows} - set(all_of("method"))):
+        if others := sorted({row["method"] for row in rows} - set(load_all("method"))):
             terminal.tell(f"methods of the paper that fclflow does not have: {', '.join(others)}")
     else:
         for paper, of_paper in groupby(blocks, key=lambda block: block[0].paper):

@@ -31,13 +31,13 @@ class SilentProgress(Listener):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def task_learned(self, task: int, summary: Summary, cached: bool) -> None:
+    def on_task_learned(self, task: int, summary: Summary, cached: bool) -> None:
         """Show that a task is learned and evaluated; cached: its training was in the store."""
 
     def remark(self, text: str) -> None:
         """Show a method's remark on a task."""
 
-    def refused(self, task: int, round: int, client: int, why: str) -> None:
+    def on_refusal(self, task: int, round: int, client: int, why: str) -> None:
         when = f"round {round + 1}" if round >= 0 else "its end"
         self.remark(f"task {task + 1}, {when}: the reply of client {client} is refused: {why}")
 
@@ -57,11 +57,11 @@ class LineProgress(SilentProgress):
             )
             self.print_line(f"{place}, {format_loss(row)}{format_answers(row)}")
 
-    def server_step_done(self, task: int, work: str, done: int, of: int) -> None:
+    def on_server_step(self, task: int, work: str, done: int, of: int) -> None:
         if time.monotonic() - self.last_line >= LINE_EVERY:
             self.print_line(f"task {task + 1} of {len(self.rounds)}, the server trains {work}: step {done} of {of}")
 
-    def task_learned(self, task: int, summary: Summary, cached: bool) -> None:
+    def on_task_learned(self, task: int, summary: Summary, cached: bool) -> None:
         note = " (cached)" if cached else ""
         self.print_line(f"task {task + 1} of {len(self.rounds)} learned, {format_accuracy(summary)}{note}")
 
@@ -98,10 +98,10 @@ class BarProgress(SilentProgress):
         self.bars.update(self.over_clients, visible=False)
         self.bars.stop()
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.bars.update(self.over_clients, description="clients", completed=done, total=of, visible=True)
 
-    def server_step_done(self, task: int, work: str, done: int, of: int) -> None:
+    def on_server_step(self, task: int, work: str, done: int, of: int) -> None:
         self.bars.update(self.over_clients, description=f"server, {work}", completed=done, total=of, visible=True)
 
     def round_done(self, row: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class BarProgress(SilentProgress):
         remaining = f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
         self.update(completed, row["task"], loss=format_loss(row) + format_answers(row), remaining=remaining)
 
-    def task_learned(self, task: int, summary: Summary, cached: bool) -> None:
+    def on_task_learned(self, task: int, summary: Summary, cached: bool) -> None:
         self.update(sum(self.rounds[: task + 1]), task, accuracy=format_accuracy(summary))
 
     def remark(self, text: str) -> None:

@@ -9,7 +9,10 @@ from fclmodels.errors import UserError
 from flows.cli import terminal
 from flows.cli.options import PARAMS, Json, ParamsFile, Quiet, Set
 
-Runs = Annotated[list[Path] | None, typer.Argument(help="run folders [default: those of `experiment` in the settings that are there]")]
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(help="run folders [default: those of `experiment` in the settings that are there]"),
+]
 FromMlflow = Annotated[
     bool,
     typer.Option("--from-mlflow", help="RUNS are experiments, ids or filters of runs in tracking.uri [default: all]"),

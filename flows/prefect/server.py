@@ -64,10 +64,10 @@ def wait_until_ready(url: str, home: Path, timeout: float = START_TIMEOUT) -> No
     end = time.monotonic() + timeout
     while not is_healthy(url):
         if find_running(home) != url or time.monotonic() > end:
-            raise _no_answer(url, home)
+            raise _make_no_answer_error(url, home)
         time.sleep(0.05)
     if not any(os.environ.get(name) for name in CREDENTIALS) and request_status(url, "admin/version") == 401:
-        raise _user_error(f"PREFECT_API_URL: the server at {url} requires a password. Set {CREDENTIALS[0]}.")
+        raise _make_user_error(f"PREFECT_API_URL: the server at {url} requires a password. Set {CREDENTIALS[0]}.")
 
 
 def restart_if_dead(home: Path, on_first_death: Callable[[], None]) -> None:
@@ -129,17 +129,17 @@ def find_free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _user_error(text: str) -> Exception:
+def _make_user_error(text: str) -> Exception:
     from fclmodels.errors import UserError  # here, because the server runs this file by itself, without the packages
 
     return UserError(text)
 
 
-def _no_answer(url: str, home: Path) -> Exception:
+def _make_no_answer_error(url: str, home: Path) -> Exception:
     file = home / "prefect" / "server.json"
     if file.exists() and json.loads(file.read_text())["url"] == url:
-        return _user_error(f"The Prefect server at {url} did not start. Its log: {file.with_name('server.log')}")
-    return _user_error(f"PREFECT_API_URL: no Prefect server answers at {url}. Start it, or unset the variable.")
+        return _make_user_error(f"The Prefect server at {url} did not start. Its log: {file.with_name('server.log')}")
+    return _make_user_error(f"PREFECT_API_URL: no Prefect server answers at {url}. Start it, or unset the variable.")
 
 
 def _take_lease(folder: Path) -> None:

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from fclmodels.report import labels
 from fclmodels.report.comparison import compare_groups
 from fclmodels.report.read_runs import Group, group_runs, read_runs
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from tasks.mlflow.artifacts import REPORT, show_tables
 from tasks.mlflow.connection import find_database, find_or_create_experiment, report_unreachable
 from tasks.mlflow.naming import DESCRIBED, READING, format_share, format_table
@@ -46,7 +46,7 @@ def find_tracked_runs(client: MlflowClient, groups: Sequence[Group]) -> Tracked:
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     tracked = {}
     for run in (run for group in groups for run in group.runs):
-        same_result = f"tags.`{RESULT}` = '{json_digest(run.result.digests)}'"
+        same_result = f"tags.`{RESULT}` = '{digest_json(run.result.digests)}'"
         if matches := client.search_runs(experiments, same_result, max_results=1):
             tracked[str(run.folder)] = matches[0]
     return tracked
@@ -54,7 +54,7 @@ def find_tracked_runs(client: MlflowClient, groups: Sequence[Group]) -> Tracked:
 
 def log_comparison(client: MlflowClient, experiment: str, groups: Sequence[Group], runs: Tracked, page: Path) -> str:
     """Log report and table to the comparison's run, make it the parent of these runs, and return its id."""
-    identity = json_digest(sorted(run.info.run_id for run in runs.values()))
+    identity = digest_json(sorted(run.info.run_id for run in runs.values()))
     earlier = client.search_runs([experiment], f"tags.`{IDENTITY}` = '{identity}'", max_results=1)
     methods = ", ".join(group.label for group in groups)
     tags = {IDENTITY: identity, "mlflow.source.type": "LOCAL", "mlflow.source.name": "fcl report"}

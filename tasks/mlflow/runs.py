@@ -26,7 +26,7 @@ from fclmodels.errors import hide_passwords
 from fclmodels.experiment.experiment import Experiment, Stage
 from fclmodels.report import labels
 from fclmodels.settings.schema import TrackingSettings
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.files import lock_file
 from tasks.mlflow.connection import (
     CONNECTION_ERRORS,
@@ -184,7 +184,7 @@ def identify_experiment(experiment: Experiment) -> str:
     """Return a digest of all that the experiment's result depends on: the keys of its steps without a state."""
     keys = [experiment.step("learn", None, task).key for task in range(experiment.tasks)]
     keys += [experiment.step(stage, None, 0).key for stage in STAGES_ONCE]
-    return json_digest(keys)
+    return digest_json(keys)
 
 
 def _find_or_create_run(client: MlflowClient, experiment: Experiment, experiment_id: str) -> Run:
@@ -234,7 +234,7 @@ def collect_origin_tags() -> dict[str, str]:
 
 def _make_result_tags(result: dict[str, Any], run: str) -> dict[str, str]:
     """Return tags of the result: digest, description and, if it has them, preset, share of rounds and privacy."""
-    tags = {RESULT: json_digest(result["digests"]), "mlflow.note.content": describe_run(result, run)[:5000]}
+    tags = {RESULT: digest_json(result["digests"]), "mlflow.note.content": describe_run(result, run)[:5000]}
     if "preset" in result:
         tags["preset"] = result["preset"]["name"]
     if "scaled" in result:

@@ -372,9 +372,9 @@ def import_everything() -> None:
     from fclmodels import plugins
     from fclmodels.federation import evaluation
     from fclmodels.federation.engine import rounds
-    from fclmodels.source_digest import source_closure
+    from fclmodels.source_digest import digest_sources
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     for method in METHODS:
-        source_closure(plugins.find("method", method).__module__, evaluation.__name__, rounds.__name__)
+        digest_sources(plugins.find("method", method).__module__, evaluation.__name__, rounds.__name__)

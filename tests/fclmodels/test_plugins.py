@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fclmodels.errors import UserError
-from fclmodels.plugins import PACKAGES, all_of, find, is_of_project, list_plugins, read_names
+from fclmodels.plugins import PACKAGES, find, is_of_project, list_plugins, load_all, read_names
 from fclmodels.settings.base import Settings
 from fclmodels.settings.describe import explain
 from fclmodels.settings.load import collect_settings, load_params
 from fclmodels.settings.schema import BLOCKS, CHOICES, Params
-from fclmodels.source_digest import closure, source_closure
+from fclmodels.source_digest import digest_sources, list_closure
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def stubs(tmp_path, monkeypatch):
 
 
 def test_a_plugin_is_a_class_with_a_name_of_its_own_in_the_file_that_defines_it(stubs):
-    assert {name: cls.__name__ for name, cls in all_of("method").items()} == {
+    assert {name: cls.__name__ for name, cls in load_all("method").items()} == {
         "left": "Left",
         "right": "Right",
         "two-words": "TwoWords",
@@ -103,7 +103,7 @@ MINE = OWN.format(cls="Mine", name="mine")
 
 
 def test_a_projects_own_plugin_is_found_and_listed_with_its_file(write_plugin):
-    assert "mine" not in all_of("method")
+    assert "mine" not in load_all("method")
     write_plugin("methods/own_file.py", MINE)
     write_plugin("partitions/halves.py", "class Halves:\n    name = 'halves'\n")
     mine = find("method", "mine")
@@ -232,7 +232,7 @@ def test_settings_of_an_own_plugin_are_read_explained_and_checked(write_plugin, 
 
 def test_keys_change_with_the_code_of_what_is_used_and_with_nothing_else(write_plugin):
     def code():
-        return source_closure(find("method", "mine").__module__)
+        return digest_sources(find("method", "mine").__module__)
 
     write_plugin("methods/mine.py", "from plugins.helpers import x\n" + MINE)
     write_plugin("helpers.py", "x = 1\n")
@@ -251,14 +251,14 @@ def test_keys_change_with_an_installed_packages_own_code(write_plugin, tmp_path,
     install(folder, monkeypatch, "fclflow.methods", "toy_package.method:Mine", f"import toy_package.part\n{MINE}")
     (folder / "toy_package" / "part.py").write_text("x = 1\n")
     module = find("method", "mine").__module__
-    assert {"toy_package.method", "toy_package.part", "fclmodels.methods.fedavg"} <= closure([module])
+    assert {"toy_package.method", "toy_package.part", "fclmodels.methods.fedavg"} <= list_closure([module])
 
 
 @pytest.mark.parametrize("kind", PACKAGES)
 def test_every_plugin_says_in_one_line_what_it_is_and_keeps_its_settings_beside(kind):
     block = {kind: BLOCKS[block] for block, (kind, _) in CHOICES.items()}.get(kind, Settings)
-    assert all_of(kind), f"there is no {kind}"
-    for name, plugin in all_of(kind).items():
+    assert load_all(kind), f"there is no {kind}"
+    for name, plugin in load_all(kind).items():
         assert plugin.__doc__, f"{name} has no docstring"
         assert issubclass(plugin.Settings, block), f"{name} has settings of another block"
         assert find(kind, name) is plugin
@@ -287,7 +287,7 @@ def test_explain_says_which_kinds_have_a_setting():
     partition = {row.path: row for row in explain("partition")}
     assert partition["partition.alpha"].kinds == ("dirichlet",)
     assert partition["partition.clients"].kinds == ()
-    assert partition["partition.kind"].allowed == ", ".join(all_of("partition"))
+    assert partition["partition.kind"].allowed == ", ".join(load_all("partition"))
 
 
 def test_explain_tells_type_default_range_and_meaning():
@@ -364,7 +364,7 @@ def test_the_default_params_hold_every_block_that_dvc_tracks():
     """DVC refuses a stage whose parameter is missing, and --set-param one that is not in the file."""
     params = load_params(ROOT / "params.yaml")
     assert params.model_fields_set | {"tracking", "preset"} == set(Params.model_fields)
-    own = {name for name, cls in all_of("method").items() if ROOT / "fclmodels" in Path(inspect.getfile(cls)).parents}
+    own = {name for name, cls in load_all("method").items() if ROOT / "fclmodels" in Path(inspect.getfile(cls)).parents}
     assert set(params.methods) == own
 
 

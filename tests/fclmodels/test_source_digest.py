@@ -13,14 +13,14 @@ import pytest
 
 import fclmodels
 from fclmodels import source_digest
-from fclmodels.source_digest import closure, source_closure
+from fclmodels.source_digest import digest_sources, list_closure
 
 ASK = """
 import json
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 import fclmodels
 methods = ("fedavg", "fedprox", "joint", "single_task")
-print(json.dumps({m: source_closure(f"fclmodels.methods.{m}") for m in methods} | {"file": fclmodels.__file__}))
+print(json.dumps({m: digest_sources(f"fclmodels.methods.{m}") for m in methods} | {"file": fclmodels.__file__}))
 """
 
 
@@ -41,7 +41,7 @@ def toys(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
 
 def forget_sources() -> None:
     """A process reads each module once."""
-    for function in (source_digest._digest_code, source_digest._imports, source_digest._path):
+    for function in (source_digest._digest_code, source_digest._list_imports, source_digest._find_path):
         function.cache_clear()
 
 
@@ -51,7 +51,7 @@ def test_imports_at_the_top_are_followed_however_they_are_written(toys: Callable
     toys("toy_three", "from .toy_one import y\ntry:\n    import fclmodels.toy_five\nexcept ImportError:\n    pass\n")
     toys("toy_four", "x = 1\n")
     toys("toy_five", "x = 1\n")
-    assert toys_in(closure(["fclmodels.toy_one"])) == {"one", "two", "three", "four", "five"}
+    assert toys_in(list_closure(["fclmodels.toy_one"])) == {"one", "two", "three", "four", "five"}
 
 
 def test_imports_inside_of_functions_for_types_alone_and_by_name_are_not(toys: Callable[[str, str], Path]) -> None:
@@ -65,7 +65,7 @@ def test_imports_inside_of_functions_for_types_alone_and_by_name_are_not(toys: C
     )
     for name in ("two", "three", "four", "five"):
         toys(f"toy_{name}", "x = 1\n")
-    assert toys_in(closure(["fclmodels.toy_one"])) == {"one"}
+    assert toys_in(list_closure(["fclmodels.toy_one"])) == {"one"}
 
 
 def toys_in(modules: set[str]) -> set[str]:
@@ -75,7 +75,7 @@ def toys_in(modules: set[str]) -> set[str]:
 def test_an_empty_module_is_not_counted(toys: Callable[[str, str], Path]) -> None:
     toys("toy_one", "import fclmodels.toy_two\n")
     toys("toy_two", "\n")
-    assert toys_in(closure(["fclmodels.toy_one"])) == {"one"}
+    assert toys_in(list_closure(["fclmodels.toy_one"])) == {"one"}
 
 
 def test_plugins_of_a_project_are_followed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_plugins_of_a_project_are_followed_too(tmp_path: Path, monkeypatch: pyte
     (package / "mine.py").write_text("from plugins.methods.helper import x\nfrom fclmodels.errors import UserError\n")
     (package / "helper.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    reached = closure(["plugins.methods.mine"])
+    reached = list_closure(["plugins.methods.mine"])
     assert reached == {"plugins.methods.mine", "plugins.methods.helper", "fclmodels.errors"}
 
 
@@ -94,8 +94,8 @@ def test_the_digest_is_that_of_the_code_in_the_closure(toys: Callable[[str, str]
     toys("toy_a", "from fclmodels.toy_b import x\n")
     toys("toy_b", "x = 1\n")
     toys("toy_c", "x = 1\n")
-    assert source_closure("fclmodels.toy_a") != source_closure("fclmodels.toy_c")
-    assert source_closure("fclmodels.toy_c", "fclmodels.toy_b") == source_closure("fclmodels.toy_b", "fclmodels.toy_c")
+    assert digest_sources("fclmodels.toy_a") != digest_sources("fclmodels.toy_c")
+    assert digest_sources("fclmodels.toy_c", "fclmodels.toy_b") == digest_sources("fclmodels.toy_b", "fclmodels.toy_c")
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_docstrings_of_functions_and_classes_do_not_count_but_their_other_texts_
 def digest_of(source: str, toys: Callable[[str, str], Path]) -> str:
     """The digest of a module with this source."""
     toys("toy_text", source)
-    return source_closure("fclmodels.toy_text")
+    return digest_sources("fclmodels.toy_text")
 
 
 def test_a_method_stands_on_the_engine_and_on_no_other_method() -> None:
-    found = closure(["fclmodels.methods.fedprox"])
+    found = list_closure(["fclmodels.methods.fedprox"])
     assert found >= {
         "fclmodels.methods.fedprox",
         "fclmodels.methods.fedavg",
@@ -189,6 +189,6 @@ def test_of_another_package_all_imports_are_followed_but_into_a_third(
         "import toy_library.tool\ndef f():\n    from toy_package.part import x\n    from fclmodels.metrics import y\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    reached = closure(["toy_package.method"])
+    reached = list_closure(["toy_package.method"])
     assert {name for name in reached if "toy" in name} == {"toy_package.method", "toy_package.part"}
     assert "fclmodels.metrics" in reached

@@ -293,7 +293,7 @@ def test_a_large_runs_costs_are_said_before_it_and_one_that_does_not_fit_is_refu
     fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(flows.experiment, "is_small", lambda run: False)
-    monkeypatch.setattr(estimate.machine, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(estimate.machine, "read_available_memory", lambda: 10**8)
     assert fcl("run", "-m", "fedavg") == 2
     assert "fedavg-0 does not fit into memory" in capsys.readouterr().err
     assert not OUT.exists()

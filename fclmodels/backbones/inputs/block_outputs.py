@@ -11,7 +11,7 @@ from fclmodels.errors import suggest_name
 
 
 @contextmanager
-def block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
+def capture_block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
     """While open, put each named block's output of the last pass through it into the mapping that this yields.
 
     Outputs are as the blocks return them, and gradients flow through them. The network goes on with a copy, so that a
@@ -28,7 +28,7 @@ def block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict
         copy = outputs[name].clone()
         return (copy, *output[1:]) if isinstance(output, tuple) else copy
 
-    owner = _owner_of_blocks(backbone)
+    owner = _find_owner_of_blocks(backbone)
     hooks = [
         owner.get_submodule(name).register_forward_hook(lambda _, args, output, name=name: note(name, output))
         for name in names
@@ -40,7 +40,7 @@ def block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict
             hook.remove()
 
 
-def _owner_of_blocks(backbone: FeatureNet) -> nn.Module:
+def _find_owner_of_blocks(backbone: FeatureNet) -> nn.Module:
     """Return the module whose children the blocks are: an adapter has the names of the backbone that it holds."""
     frozen = dict(backbone.named_children()).get("frozen")
     return frozen if isinstance(frozen, FeatureNet) else backbone

@@ -61,7 +61,7 @@ class Layer:
         """Return all columns [d, n] of an input batch: n = B * positions * groups, in this order."""
         if self.taps is None:
             return x.flatten(0, -2).T
-        windows = self._windows(x)  # [B, groups, channels, rows, columns of the map, taps, taps]
+        windows = self._view_windows(x)  # [B, groups, channels, rows, columns of the map, taps, taps]
         return windows.permute(2, 5, 6, 0, 3, 4, 1).reshape(self.width, -1)
 
     def unfold_at(self, x: Tensor, places: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Layer:
         if self.taps is None:
             return x.flatten(0, -2)[places].T
         # With channels last a kernel's rows are adjacent in memory, so that few patches are read faster.
-        windows = self._windows(x.contiguous(memory_format=torch.channels_last))
+        windows = self._view_windows(x.contiguous(memory_format=torch.channels_last))
         groups, (rows, columns) = windows.shape[1], self.map
         b, row, column, group = (
             places // (groups * columns * rows),
@@ -79,7 +79,7 @@ class Layer:
         )
         return windows[b, group, :, row, column].flatten(1).T
 
-    def _windows(self, x: Tensor) -> Tensor:
+    def _view_windows(self, x: Tensor) -> Tensor:
         """Return a view of the padded input: the inputs of each tap, at each position, of each group."""
         conv = self.module
         assert isinstance(conv, nn.Conv2d)
@@ -104,7 +104,7 @@ def find_layers(network: Network, shape: tuple[int, ...]) -> dict[str, Layer]:
     def note(name: str, module: nn.Module, x: Tensor) -> None:
         layers[name] = _describe_layer(name, module, x)
 
-    with torch.no_grad(), watch_layers(network, note), _evaluating(network):
+    with torch.no_grad(), watch_layers(network, note), _set_evaluation_mode(network):
         network(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device))
     return layers
 
@@ -146,7 +146,7 @@ def observe_inputs(
             observers[name].add(x)
 
     run = network if any(name.startswith("heads.") for name in layers) else network.backbone
-    with torch.no_grad(), watch_layers(network, note), _evaluating(network):
+    with torch.no_grad(), watch_layers(network, note), _set_evaluation_mode(network):
         for batch in batches:
             run(batch)
     return {name: observer.finish() for name, observer in observers.items()}
@@ -186,7 +186,7 @@ class _Observer:
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
+def _set_evaluation_mode(network: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in network.modules()}
     network.eval()
     try:

@@ -87,10 +87,10 @@ class LayerInputs:
             add_gram(self.gram, self._lump)
             self._filled = 0
 
-    def energy(self, basis: Tensor | None = None) -> float:
+    def measure_energy(self, basis: Tensor | None = None) -> float:
         """Return ||X||^2, or with a basis ||X*||^2, in double precision."""
         if self.columns is not None:
-            X = self.columns if basis is None else self._residual(basis)
+            X = self.columns if basis is None else self._remove_protected(basis)
             energy = float(X.square().sum(dim=0, dtype=torch.float64).sum()) + self.lost
         else:
             assert self.gram is not None
@@ -100,20 +100,20 @@ class LayerInputs:
                 energy -= float((padded * product(self.gram.to(basis.dtype), padded)).sum(dtype=torch.float64))
         return max(energy, 0.0) * self.total / self.count
 
-    def sketch(self, basis: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    def draw_sketch(self, basis: Tensor, width: int, generator: torch.Generator) -> Tensor:
         """Draw a Gaussian sketch [d, width] of X* (FOT eq. 9), from the columns or the Gram matrix."""
         if self.columns is not None:
-            sketch = gaussian_sketch(self._residual(basis), width, generator)
+            sketch = gaussian_sketch(self._remove_protected(basis), width, generator)
         else:
             assert self.gram is not None
             sketch = gaussian_sketch_of_gram(self.gram, basis, width, generator)
         return sketch.mul_((self.total / self.count) ** 0.5)
 
-    def principal(self, basis: Tensor) -> tuple[Tensor, Tensor]:
+    def decompose_principal(self, basis: Tensor) -> tuple[Tensor, Tensor]:
         """Return left singular vectors and values of X*'s observed columns (FedProTIP eq. 7), those of rounding 0."""
         if self.columns is not None:
             # There are no more directions than columns.
-            U, sigma = (part[..., : self.count] for part in principal(self._residual(basis)))
+            U, sigma = (part[..., : self.count] for part in principal(self._remove_protected(basis)))
             least = ROUNDING_OF_COLUMNS
         else:
             assert self.gram is not None
@@ -121,10 +121,10 @@ class LayerInputs:
             outside = residual(residual(self.gram, exact).T, exact)  # P X X^T P
             U, sigma = (part.to(basis.dtype) for part in principal_of_gram(outside))
             least = ROUNDING_OF_GRAM
-        length = (self.energy() * self.count / self.total) ** 0.5
+        length = (self.measure_energy() * self.count / self.total) ** 0.5
         return U, sigma.where(sigma > least * length, 0.0)
 
-    def _residual(self, basis: Tensor) -> Tensor:
+    def _remove_protected(self, basis: Tensor) -> Tensor:
         """Return X* of the columns; the last one is stored, since energy, sketch and spectrum need the same."""
         assert self.columns is not None
         if self._last_residual is None or self._last_residual[0] is not basis:

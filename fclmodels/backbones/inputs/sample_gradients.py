@@ -51,7 +51,7 @@ def sample_gradient_norms(
         for name, (layer, x, flow) in passes.items():
             own_names = [own for own, _ in layer.named_parameters(recurse=False) if _join(name, own) in names]
             parts = _split_samples(layer, x, flow)
-            squares += torch.cat([_square_norms(layer, a, d, own_names) for a, d in parts])
+            squares += torch.cat([_compute_square_norms(layer, a, d, own_names) for a, d in parts])
     return squares.sqrt()
 
 
@@ -118,38 +118,38 @@ def _count_at_once(layer: nn.Module, flow: Tensor) -> int:
 
 def _sum_squares(layer: nn.Module, x: Tensor, flow: Tensor) -> dict[str, Tensor]:
     """Return sums by the layer's own names, from its input [B, ...] and its output's gradient [B, ...]."""
-    if (factors := _factors(layer, x, flow)) is not None:
+    if (factors := _collect_factors(layer, x, flow)) is not None:
         assert isinstance(layer, nn.Linear | nn.Conv2d)
         D, X = factors
         squares = {"weight": sum_squared_products(D, X).view_as(layer.weight)}
         return squares if layer.bias is None else {**squares, "bias": D.sum(2).square().sum(0)}
-    return {name: gradients.square().sum(0) for name, gradients in _gradients_by_sample(layer, x, flow).items()}
+    return {name: gradients.square().sum(0) for name, gradients in _compute_gradients_by_sample(layer, x, flow).items()}
 
 
-def _square_norms(layer: nn.Module, x: Tensor, flow: Tensor, names: Collection[str]) -> Tensor:
+def _compute_square_norms(layer: nn.Module, x: Tensor, flow: Tensor, names: Collection[str]) -> Tensor:
     """Return ||d score_i / d W||^2 over the layer's parameters of these own names: [B]."""
-    if (factors := _factors(layer, x, flow)) is not None:
+    if (factors := _collect_factors(layer, x, flow)) is not None:
         D, X = factors
-        squares = {"weight": square_products(D, X), "bias": D.sum(2).square().sum(1)}
+        squares = {"weight": compute_square_products(D, X), "bias": D.sum(2).square().sum(1)}
     else:
-        gradients = _gradients_by_sample(layer, x, flow)
+        gradients = _compute_gradients_by_sample(layer, x, flow)
         squares = {name: of_name.flatten(1).square().sum(1) for name, of_name in gradients.items()}
     return torch.stack([squares[name] for name in names]).sum(0)
 
 
-def _factors(layer: nn.Module, x: Tensor, flow: Tensor) -> tuple[Tensor, Tensor] | None:
+def _collect_factors(layer: nn.Module, x: Tensor, flow: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return D [B, out, positions] and X [B, in, positions] of a layer W x + b; a sample's gradient of W is D_i X_i^T.
 
     None for other layers.
     """
     if isinstance(layer, nn.Linear):
-        return _features_first(flow), _features_first(x)
+        return _move_features_first(flow), _move_features_first(x)
     if isinstance(layer, nn.Conv2d) and layer.groups == 1 and not isinstance(layer.padding, str):
         return flow.flatten(2), F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     return None
 
 
-def _features_first(t: Tensor) -> Tensor:
+def _move_features_first(t: Tensor) -> Tensor:
     """Return [B, ..., F] as [B, F, positions]."""
     return t.reshape(len(t), -1, t.shape[-1]).mT
 
@@ -161,14 +161,14 @@ def sum_squared_products(D: Tensor, X: Tensor) -> Tensor:
     return torch.bmm(D, X.mT).square_().sum(0)
 
 
-def square_products(D: Tensor, X: Tensor) -> Tensor:
+def compute_square_products(D: Tensor, X: Tensor) -> Tensor:
     """Return ||D_i X_i^T||^2 for D [B, m, p] and X [B, n, p]: [B]."""
     if D.shape[2] == 1:
         return D.square().sum((1, 2)) * X.square().sum((1, 2))
     return torch.bmm(D, X.mT).square_().sum((1, 2))
 
 
-def _gradients_by_sample(layer: nn.Module, x: Tensor, flow: Tensor) -> dict[str, Tensor]:
+def _compute_gradients_by_sample(layer: nn.Module, x: Tensor, flow: Tensor) -> dict[str, Tensor]:
     """Return the gradients of each sample [B, ...] by the layer's own names: backwards through it alone, by vmap."""
     parameters = {name: p.detach() for name, p in layer.named_parameters(recurse=False)}
 

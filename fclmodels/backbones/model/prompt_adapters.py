@@ -145,7 +145,7 @@ class PromptPool(nn.Module):
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
-        self.keys = nn.Parameter(_uniform(size, width))
+        self.keys = nn.Parameter(_draw_uniform(size, width))
 
 
 class L2P(PromptedVit):
@@ -181,7 +181,7 @@ class L2PPool(PromptPool):
 
     def __init__(self, size: int, length: int, width: int) -> None:
         super().__init__(size, width)
-        self.prompts = nn.Parameter(_uniform(size, length, width))
+        self.prompts = nn.Parameter(_draw_uniform(size, length, width))
 
 
 class DualP(PromptedVit):
@@ -238,8 +238,8 @@ class DualPool(PromptPool):
     def __init__(self, size: int, settings: DualP.Settings, width: int) -> None:
         super().__init__(size, width)
         n = 2 if settings.enter == "prefix" else 1
-        self.general = nn.Parameter(_uniform(len(settings.g_layers), n, settings.length, width))
-        self.experts = nn.Parameter(_uniform(len(settings.e_layers), n, size, settings.length, width))
+        self.general = nn.Parameter(_draw_uniform(len(settings.g_layers), n, settings.length, width))
+        self.experts = nn.Parameter(_draw_uniform(len(settings.e_layers), n, size, settings.length, width))
 
 
 class LoraVit(AdaptedVit):
@@ -345,5 +345,5 @@ def _parse(adapter: Mapping[str, Any]) -> tuple[type[Adapted], Any]:
     return kind, kind.Settings(**{name: value for name, value in adapter.items() if name != "kind"})
 
 
-def _uniform(*shape: int) -> Tensor:
+def _draw_uniform(*shape: int) -> Tensor:
     return torch.rand(shape) * 2 - 1

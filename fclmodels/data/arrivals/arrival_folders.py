@@ -50,19 +50,19 @@ class ArrivedFolder:
 
 def list_arrived(incoming: Path) -> list[ArrivedFolder]:
     """Return the folders that are complete and not set aside, in order of arrival."""
-    complete = [path for path in _folders(incoming) if (path / MARKER).is_file() and not (path / REASON).exists()]
+    complete = [path for path in _list_folders(incoming) if (path / MARKER).is_file() and not (path / REASON).exists()]
     return sorted(ArrivedFolder((path / MARKER).stat().st_mtime_ns, path.name, path) for path in complete)
 
 
 def list_others(incoming: Path) -> Iterator[tuple[Path, str | None]]:
     """Yield the other folders by name: those set aside with the reason, incomplete ones with None."""
-    for path in _folders(incoming):
+    for path in _list_folders(incoming):
         if (path / REASON).exists():
             yield path, (path / REASON).read_text().partition("\n")[0]
         elif not (path / MARKER).is_file():
             yield path, None
 
 
-def _folders(incoming: Path) -> list[Path]:
+def _list_folders(incoming: Path) -> list[Path]:
     paths = incoming.iterdir() if incoming.is_dir() else ()
     return sorted(p for p in paths if p.is_dir() and not p.is_symlink() and not p.name.startswith("."))

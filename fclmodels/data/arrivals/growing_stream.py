@@ -29,7 +29,7 @@ from fclmodels.errors import UserError
 from fclmodels.randomness import derive_seed
 from fclmodels.settings.schema import ImageSettings
 from fclmodels.storage.array_cache import create_array
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.files import replace_folder
 from fclmodels.storage.sealed_json import write_json
 from fclmodels.storage.untrusted import read_json
@@ -193,7 +193,7 @@ def join_parts(parts: Sequence[StreamPart]) -> tuple[pl.DataFrame, dict[str, Any
         "tasks": tasks,
         "classes": list(labels),
         "domains": [Arrival.name],
-        "prepared_digest": json_digest(prepared),
+        "prepared_digest": digest_json(prepared),
     }
     return manifest, {**facts, "digest": digest_splits(manifest, facts), "prepared": "."}
 

@@ -80,7 +80,7 @@ def draw_participants(clients: int, tasks: int, share: float, generator: np.rand
     return rank < present
 
 
-def largest_remainder(shares: np.ndarray, totals: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def round_by_largest_remainder(shares: np.ndarray, totals: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Round shares * totals [n, k] to whole numbers whose columns sum to totals [k]; ties are drawn.
 
     The columns of shares [n, k] sum to 1.

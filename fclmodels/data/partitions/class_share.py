@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
+from fclmodels.data.partitions.base import Partition, Portion, round_by_largest_remainder
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import PartitionSettings
 
@@ -36,7 +36,7 @@ class ClassShare(Partition):
         if self.shares_images:
             return np.asarray(has_class * portion.counts)
         self._refuse_scarce(portion, has_class.sum(axis=0))
-        return largest_remainder(
+        return round_by_largest_remainder(
             has_class / np.maximum(has_class.sum(axis=0), 1), portion.counts * has_class.any(axis=0), generator
         )
 

@@ -7,7 +7,7 @@ at least one sample of the task.
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
+from fclmodels.data.partitions.base import Partition, Portion, round_by_largest_remainder
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import PartitionSettings
 
@@ -36,7 +36,7 @@ class Dirichlet(Partition):
     def draw_counts(self, counts: np.ndarray, clients: int, generator: np.random.Generator) -> np.ndarray:
         least = self.settings.min_per_class
         shares = generator.dirichlet(np.full(clients, self.settings.alpha), len(counts)).T
-        return fill_empty_clients(least + largest_remainder(shares, counts - clients * least, generator))
+        return fill_empty_clients(least + round_by_largest_remainder(shares, counts - clients * least, generator))
 
 
 def fill_empty_clients(allotted: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ does: classes get shards in proportion to their size, and those of one class are
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.partitions.base import Partition, Portion, largest_remainder
+from fclmodels.data.partitions.base import Partition, Portion, round_by_largest_remainder
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import PartitionSettings
 
@@ -49,7 +49,7 @@ class Shards(Partition):
 
 def count_shards(counts: np.ndarray, shards: int, generator: np.random.Generator) -> np.ndarray:
     """Return the number of shards [k] of each class, in proportion to counts [k], at least one where it has samples."""
-    pieces = largest_remainder((counts / counts.sum())[:, None], np.array([shards]), generator)[:, 0]
+    pieces = round_by_largest_remainder((counts / counts.sum())[:, None], np.array([shards]), generator)[:, 0]
     for c in np.flatnonzero((pieces == 0) & (counts > 0)):
         pieces[[pieces.argmax(), c]] += (-1, 1)
     return pieces

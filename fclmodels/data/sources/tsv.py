@@ -107,13 +107,13 @@ class Tsv(Source):
         ]
         rows = [row for data in data_sets for of_split in data.rows.values() for row in of_split]
 
-        def tokens(row: int) -> np.ndarray:
+        def encode_row(row: int) -> np.ndarray:
             if rows[row].fault:
                 raise ValueError(rows[row].fault)
             return tokenizer(rows[row].texts)
 
         domains = tuple(data.name for data in data_sets)
-        return Catalogue(classes, domains, pl.concat(tables), tokens, own, tokenizer.digest)
+        return Catalogue(classes, domains, pl.concat(tables), encode_row, own, tokenizer.digest)
 
 
 @dataclass(frozen=True)

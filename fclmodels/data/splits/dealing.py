@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fclmodels.data.partitions.base import Partition, Portion, draw_participants, largest_remainder
+from fclmodels.data.partitions.base import Partition, Portion, draw_participants, round_by_largest_remainder
 from fclmodels.data.streams.base import Layout, Pool, SampleTable
 from fclmodels.errors import UserError
 
@@ -89,7 +89,7 @@ def _refuse_broken_promise(portion: Portion, allotted: np.ndarray) -> None:
 def allot_test_samples(allotted: np.ndarray, tested: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Return numbers of test samples [clients, k] in proportion to train samples; columns sum to tested [k]."""
     trained = allotted.sum(axis=0)
-    return largest_remainder(allotted / np.maximum(trained, 1), tested * (trained > 0), generator)
+    return round_by_largest_remainder(allotted / np.maximum(trained, 1), tested * (trained > 0), generator)
 
 
 def _draw(

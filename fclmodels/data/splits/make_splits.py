@@ -25,7 +25,7 @@ from fclmodels.data.streams.base import Layout, Pool, SampleTable, Stream
 from fclmodels.errors import UserError
 from fclmodels.plugins import find
 from fclmodels.settings.schema import Params
-from fclmodels.storage.files import move_synced, temporary_folder
+from fclmodels.storage.files import make_temporary_folder, move_synced
 
 FILES = ("manifest.parquet", "statistics.csv", "statistics.json", "stream.json")
 
@@ -179,7 +179,7 @@ def _replace_splits(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file. Name a folder for the splits.")
-    with temporary_folder(folder) as temporary:
+    with make_temporary_folder(folder) as temporary:
         yield temporary
         folder.mkdir(exist_ok=True)
         (folder / FILES[-1]).unlink(missing_ok=True)

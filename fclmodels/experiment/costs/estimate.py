@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fclmodels import machine
 from fclmodels.errors import UserError
 from fclmodels.experiment.costs.trial import TaskCosts, TooLarge, Traffic, Trial, run_trial
-from fclmodels.federation.executors.auto_choice import Choice, busiest
+from fclmodels.federation.executors.auto_choice import Choice, count_most_batches
 from fclmodels.report.formatting import format_bytes, format_duration
 from fclmodels.storage.files import find_existing
 
@@ -40,7 +40,7 @@ class Estimate:
 
 def estimate_run(run: "Experiment") -> Estimate:
     """Return the expected costs of an experiment; UserError where even a trial does not fit into memory."""
-    free = machine.available_memory()
+    free = machine.read_available_memory()
     try:
         trial = run_trial(run.params, run.splits, type(run.method).name, run.seed, run.choice, free)
     except TooLarge:
@@ -121,7 +121,7 @@ def predict_seconds(trial: Trial, costs: TaskCosts, method: "Method", task: int,
     clients = method.participants(task)
     rows = sorted((len(method.rows(task, client)) for client in clients), reverse=True)
     share = method.sample_size(task) / len(clients)
-    a_round = busiest(rows, workers) * share * federation.local_epochs * costs.seconds_a_row
+    a_round = count_most_batches(rows, workers) * share * federation.local_epochs * costs.seconds_a_row
     conclude = costs.conclude_seconds * sum(rows) / costs.rows / workers
     test_rows = sum(len(run.splits.select_test_rows(earlier)) for earlier in range(task + 1))
     return run.rounds(task) * a_round + conclude + test_rows * trial.seconds_a_test_row
@@ -129,7 +129,7 @@ def predict_seconds(trial: Trial, costs: TaskCosts, method: "Method", task: int,
 
 def refuse_what_does_not_fit(estimate: Estimate, run: "Experiment") -> None:
     """Raise UserError, with a setting that would help, where a run needs more memory or disk than there is."""
-    free, room = machine.available_memory(), shutil.disk_usage(find_existing(run.home)).free
+    free, room = machine.read_available_memory(), shutil.disk_usage(find_existing(run.home)).free
     if free is not None and estimate.memory > free:
         fitting = int((free - estimate.main_bytes) // estimate.worker_bytes) if estimate.worker_bytes else 0
         remedy = f"Set federation.workers: {fitting}." if fitting > 0 else advise_smaller(run)

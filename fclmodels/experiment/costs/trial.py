@@ -134,10 +134,10 @@ def measure(order: dict[str, Any]) -> Trial:
         outcomes, peaks = [], []
         for outcome in experiment.run_steps():
             outcomes.append(outcome)
-            peaks.append(machine.peak_memory())
+            peaks.append(machine.read_peak_memory())
             if costs := outcome["objects"].get("costs"):  # the server's own training measures anew
                 peaks += experiment.store.get_table(costs)["peak_bytes"].to_list()
-        worker_bytes = machine.peak_memory_of_children()
+        worker_bytes = machine.read_peak_memory_of_children()
     return Trial(
         tasks=[measure_task(experiment, outcomes, task) for task in range(tasks)],
         main_bytes=max(peaks) - before,

@@ -22,7 +22,7 @@ from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.engine.rounds import Position
 from fclmodels.federation.server import Server
 from fclmodels.storage import trees
-from fclmodels.storage.digests import file_digest
+from fclmodels.storage.digests import digest_file
 from fclmodels.storage.sealed_json import read_sealed, write_sealed
 from fclmodels.storage.untrusted import validate
 
@@ -74,28 +74,28 @@ class Checkpoints:
             )
             self._opened = opened.pop_all()
 
-    def latest(self) -> Position | None:
+    def load_latest(self) -> Position | None:
         """Return the last position that was committed; UserError where a file of it is damaged."""
         if self._commit is None:
             return None
         commit = self._commit
         for name, digest in commit.digests.items():
-            file = self._file(name)
-            if not file.is_file() or file_digest(file) != digest:
+            file = self._find_file(name)
+            if not file.is_file() or digest_file(file) != digest:
                 raise UserError(f"{file} does not match its digest (changed or cut short). {self._remedy}")
         self._digests = commit.digests
-        tree = trees.load(self._file(commit.server))
+        tree = trees.load(self._find_file(commit.server))
         try:
-            memories = {int(client): self._file(name) for client, name in commit.memories.items()}
-            late = {int(client): Late(self._file(name), *when) for client, (name, *when) in commit.late.items()}
+            memories = {int(client): self._find_file(name) for client, name in commit.memories.items()}
+            late = {int(client): Late(self._find_file(name), *when) for client, (name, *when) in commit.late.items()}
             usual_length = max((row.get("median") or 0.0 for row in self.rounds.rows()), default=0.0)
             return Position(Server.from_tree(tree), memories, commit.round, late, usual_length)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem
 
-    def of_model(self, spec: ModelSpec) -> Position | None:
+    def load_for_model(self, spec: ModelSpec) -> Position | None:
         """Return the last position that was committed; UserError where it is of another model."""
-        position = self.latest()
+        position = self.load_latest()
         if position is None:
             return None
         server = position.server
@@ -109,14 +109,14 @@ class Checkpoints:
         trees.save(position.server.to_tree(), self.folder / name)
         files = [self.folder / name, *position.memories.values(), *(late.file for late in position.late.values())]
         self._digests = {
-            file: self._digests.get(file) or file_digest(self.folder / file) for file in map(self._relative, files)
+            file: self._digests.get(file) or digest_file(self.folder / file) for file in map(self._make_relative, files)
         }
         logs: dict[str, Log] = {log: getattr(self, log) for log in LOGS}
         self._commit = Commit(
             round=position.round,
             server=name,
-            memories={str(client): self._relative(file) for client, file in position.memories.items()},
-            late={str(c): (self._relative(r.file), r.base_round, r.due) for c, r in position.late.items()},
+            memories={str(client): self._make_relative(file) for client, file in position.memories.items()},
+            late={str(c): (self._make_relative(r.file), r.base_round, r.due) for c, r in position.late.items()},
             logs={kind: (log.flush(), log.digest) for kind, log in logs.items()},
             digests=self._digests,
         )
@@ -139,10 +139,10 @@ class Checkpoints:
             if time.time() - lock.stat().st_mtime > days * 86400:
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
-    def _relative(self, file: Path) -> str:
+    def _make_relative(self, file: Path) -> str:
         return os.path.relpath(file, self.folder)
 
-    def _file(self, name: str) -> Path:
+    def _find_file(self, name: str) -> Path:
         """Return the path of a file that commit.json names; UserError where it lies outside of all checkpoints."""
         path = Path(os.path.normpath(self.folder / name))
         if is_unprintable(name) or not path.is_relative_to(os.path.normpath(self.folder.parents[1])):

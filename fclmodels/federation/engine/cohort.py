@@ -11,7 +11,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.engine.faults import Late, Loss, Turnout, keep
 from fclmodels.federation.engine.replies import Replies, Rule
 from fclmodels.federation.exchange import EVALUATIONS, TRAIN, Exchange
-from fclmodels.federation.executors.base import ClientResult, Executor, Job, largest_first
+from fclmodels.federation.executors.base import ClientResult, Executor, Job, sort_largest_first
 from fclmodels.federation.messages import Block, Payload, Reply
 from fclmodels.federation.protection import inspection
 from fclmodels.federation.protection.inspection import (
@@ -20,7 +20,7 @@ from fclmodels.federation.protection.inspection import (
     Refusal,
     ReplyDefect,
     ReplyForm,
-    form_of,
+    describe_form,
     list_entries,
 )
 from fclmodels.settings.federation import FederationSettings
@@ -137,7 +137,7 @@ class Cohort:
     def _gather(self, job: Job, turnout: Turnout, on_answer: Callable[[int], None]) -> Replies:
         for clients in (*turnout.called_off, tuple(turnout.delays)):
             self.ledger.note_payload(job, clients)
-        order = largest_first(self.executor.method, self.task, turnout.training)
+        order = sort_largest_first(self.executor.method, self.task, turnout.training)
         punctual = set(turnout.in_time)
         in_time = [client for client in order if client in punctual]
         replies = Replies([*in_time, *turnout.weights], self.spool / f"{job.question}{job.round}", self._rule)
@@ -175,7 +175,7 @@ class Cohort:
     def _as_block(self, job: Job, place: int, findings: Mapping[int, Finding], answer: ClientResult) -> ClientResult:
         """Return a result as an executor that sums would; without a block where its reply is refused or differs."""
         finding = self._inspect(job, answer.client, answer.reply)
-        reply, sums = answer.reply.apart()
+        reply, sums = answer.reply.set_apart()
         alike = not finding.defect and next(iter(findings.values()), finding).form == finding.form
         block = Block(0, place, sums) if alike else None
         return replace(answer, reply=reply, finding=finding, block=block)
@@ -238,7 +238,7 @@ class Cohort:
     def _inspect(self, job: Job, client: int, reply: Reply) -> Finding:
         method = self.executor.method
         classes = method.run.splits.count_classes(job.task + 1)
-        return inspection.inspect_reply(reply, job.payload_of(client), method.largest_weight(job.task), classes)
+        return inspection.inspect_reply(reply, job.join_payload(client), method.largest_weight(job.task), classes)
 
     def _refuse(self, job: Job, replies: Replies, findings: Mapping[int, Finding]) -> None:
         """Drop the replies with a defect, and measure the lengths of the others' updates."""
@@ -249,12 +249,15 @@ class Cohort:
             replies.drop(client)
             self.ledger.note_refusal(job, client, defect.part)
             self.refused.append(Refusal(job.round, client, defect))
-        self.median, self.farthest = inspection.median_length(findings, defects), inspection.farthest(findings, defects)
+        self.median, self.farthest = (
+            inspection.measure_median_length(findings, defects),
+            inspection.measure_farthest(findings, defects),
+        )
 
     def _fits(self, job: Job, form: ReplyForm) -> bool:
         """Return whether a reply's form has all that the method declares."""
         declared = self.executor.method.exchanges[job.question].form(job.task, job.round)
-        return list_entries(form_of(declared)) <= list_entries(form, self._settings.secagg.on)
+        return list_entries(describe_form(declared)) <= list_entries(form, self._settings.secagg.on)
 
     def _refuse_lost_noise(self, client: int, why: str) -> None:
         """Raise UserError where a client's reply cannot be used, and with it its share of the noise."""

@@ -17,9 +17,9 @@ step of the protocol, a lost one after the first two steps.
 Where this machine has no memory to train a client (Python's MemoryError, torch's allocation error), that client is lost
 too, whatever the rates: the run goes on, but may not be repeatable. Where fewer than `least` remain, the run ends.
 
-All other faults are random numbers of `delay` and `loss`, by a key, so that they depend neither on the executor nor on
-an interruption: add other faults there. Exchanges outside of rounds are answered by all clients, in time. Training in
-one place has no faults.
+All other faults are random numbers of `draw_delay` and `loss`, by a key, so that they depend neither on the executor
+nor on an interruption: add other faults there. Exchanges outside of rounds are answered by all clients, in time.
+Training in one place has no faults.
 """
 
 import math
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from fclmodels.errors import UserError
-from fclmodels.federation.messages import Reply, parts_from_tree, parts_to_tree
+from fclmodels.federation.messages import Reply, convert_parts_to_tree, convert_tree_to_parts
 from fclmodels.federation.run_context import Run
 from fclmodels.storage import trees
 
@@ -54,7 +54,7 @@ class Late:
     def reply(self) -> Reply:
         """Return the reply from its file."""
         tree = trees.load(self.file)
-        return Reply(parts_from_tree(tree["parts"]), **tree["facts"])
+        return Reply(convert_tree_to_parts(tree["parts"]), **tree["facts"])
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Turnout:
         }
 
 
-def turnout(
+def draw_turnout(
     method: "Method", task: int, round: int, late: Mapping[int, Late], sample: Callable[[int], tuple[int, ...]]
 ) -> Turnout:
     """Return the turnout of a round.
@@ -118,11 +118,11 @@ def turnout(
     weights = {client: weight(round - reply.base_round) for client, reply in weighted.items()}
     called_off: tuple[tuple[int, ...], ...] = ()
     for draw in range(MOST_DRAWS):
-        delays = {client: delay(method.run, task, round, client, draw) for client in sample(draw)}
+        delays = {client: draw_delay(method.run, task, round, client, draw) for client in sample(draw)}
         losses = {client: loss(method.run, task, round, client, draw) for client, d in delays.items() if d is not None}
         lost = {client: why for client, why in losses.items() if why}
         turnout = Turnout(delays, arriving, weights, called_off, lost)
-        least = answers_needed(method.run, len(delays))
+        least = count_needed_answers(method.run, len(delays))
         if turnout.answers >= least:
             return turnout
         called_off = (*called_off, tuple(delays))
@@ -133,19 +133,19 @@ def turnout(
     )
 
 
-def answers_needed(run: Run, sampled: int) -> int:
+def count_needed_answers(run: Run, sampled: int) -> int:
     """Return how many of the sampled clients must answer: `least`, and under secure aggregation its threshold."""
     federation = run.params.federation
-    unmasking = secagg_threshold(sampled, federation.secagg.threshold) if federation.secagg.on else 1
+    unmasking = compute_secagg_threshold(sampled, federation.secagg.threshold) if federation.secagg.on else 1
     return max(federation.faults.least, unmasking)
 
 
-def secagg_threshold(clients: int, share: float) -> int:
+def compute_secagg_threshold(clients: int, share: float) -> int:
     """Return how many of these clients are needed to unmask; at least two: the sum of one is no secret."""
     return max(2, math.ceil(share * clients))
 
 
-def delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None:
+def draw_delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None:
     """Return by how many rounds a client of a round's nth draw answers late; None where it never answers."""
     faults = run.params.federation.faults
     random = run.generator("faults", task, round, client, draw)
@@ -174,4 +174,4 @@ def weight(age: int) -> float:
 
 def keep(reply: Reply, file: Path) -> None:
     """Write a late reply to a file."""
-    trees.save({"parts": parts_to_tree(reply.parts), "facts": reply.facts}, file)
+    trees.save({"parts": convert_parts_to_tree(reply.parts), "facts": reply.facts}, file)

@@ -6,16 +6,16 @@ from typing import Any
 class Listener:
     """The functions that a run calls at its events."""
 
-    def task_started(self, task: int, rounds: int) -> None:
+    def on_task_start(self, task: int, rounds: int) -> None:
         """Handle that the federated training of a task begins, or goes on."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         """Handle that one more client of the round has answered."""
 
-    def server_step_done(self, task: int, work: str, done: int, of: int) -> None:
+    def on_server_step(self, task: int, work: str, done: int, of: int) -> None:
         """Handle that the server has finished one more step of its own training."""
 
-    def refused(self, task: int, round: int, client: int, why: str) -> None:
+    def on_refusal(self, task: int, round: int, client: int, why: str) -> None:
         """Handle that a client's reply is not used; rounds below 0 are exchanges outside of rounds."""
 
     def round_done(self, row: dict[str, Any]) -> None:

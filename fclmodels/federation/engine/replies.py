@@ -144,7 +144,7 @@ class Replies:
             raise ValueError(f"{part} is declared as a sum over all clients, and asked for by group")
         members = [client for client in sorted(self.clients) if client in clients]
         if not members:
-            return {name: torch.zeros_like(t) for name, t in self._tensors(part, self.clients[0]).items()}
+            return {name: torch.zeros_like(t) for name, t in self._read_tensors(part, self.clients[0]).items()}
         if self.rule is not None and self.parts[part].over:
             return self._sum_by_rule(part, self.rule, members)
         self._groups += 1
@@ -166,14 +166,14 @@ class Replies:
         """Return a part's weighted sum over these clients."""
         total = TreeSum(len(clients), spool)
         for place, client in enumerate(clients):
-            total.add(place, self._weighted(client, part, self._tensors(part, client)))
+            total.add(place, self._yield_weighted(client, part, self._read_tensors(part, client)))
         return total.result()
 
     def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
         """Yield (client, tensors) of a part in order of clients, one at a time where they are in the spool."""
         self._refuse_silence()
         for client in sorted(self.clients):
-            yield client, self._tensors(part, client)
+            yield client, self._read_tensors(part, client)
 
     def noise(self, part: str) -> float:
         """Return the standard deviation of the noise in each number of a part's sum."""
@@ -200,16 +200,16 @@ class Replies:
         """Return the rule's mean of a part over these clients, times the sum of their weights."""
         over = self.parts[part].over
         (total,) = self._add_up(over, clients, self.spool / "weights").values()
-        counts = {client: next(iter(self._tensors(over, client).values())).item() for client in sorted(clients)}
+        counts = {client: next(iter(self._read_tensors(over, client).values())).item() for client in sorted(clients)}
         members = [client for client in counts if self._share(client, part)]
         if not members:
-            return {name: torch.zeros_like(t) for name, t in self._tensors(part, self.clients[0]).items()}
-        vectors = [self._tensors(part, client) for client in members]
+            return {name: torch.zeros_like(t) for name, t in self._read_tensors(part, self.clients[0]).items()}
+        vectors = [self._read_tensors(part, client) for client in members]
         scales = torch.tensor([1 / counts[client] for client in members], dtype=torch.float64)
         weights = torch.tensor([counts[client] * self._share(client, part) for client in members], dtype=torch.float64)
         return {name: mean * total.item() for name, mean in rule(vectors, scales, weights).items()}
 
-    def _weighted(self, client: int, part: str, tensors: Tensors) -> Tensors:
+    def _yield_weighted(self, client: int, part: str, tensors: Tensors) -> Tensors:
         weight = self._share(client, part)
         return tensors if weight == 1 else {name: tensor * weight for name, tensor in tensors.items()}
 
@@ -222,7 +222,7 @@ class Replies:
             return 0.0
         return weight
 
-    def _tensors(self, part: str, client: int) -> Tensors:
+    def _read_tensors(self, part: str, client: int) -> Tensors:
         tensors = self._in_memory.get((part, client))
         return _read(*self._spooled[part, client]) if tensors is None else tensors
 

@@ -16,7 +16,7 @@ from fclmodels.federation.engine.cohort import BEFORE_ROUNDS, Cohort
 from fclmodels.federation.engine.faults import Late, Loss, Turnout
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN
-from fclmodels.federation.executors.base import Executor, torch_threads
+from fclmodels.federation.executors.base import Executor, set_torch_threads
 from fclmodels.federation.protection import inspection
 from fclmodels.federation.protection.inspection import Refusal
 from fclmodels.federation.protection.reply_checks import NOT_FINITE
@@ -59,13 +59,13 @@ def learn(
 ) -> Position:
     """Return the position after all rounds of a task, going on from the last checkpoint if there is one."""
     rounds = method.run.rounds(task)
-    listener.task_started(task, rounds)
-    position = checkpoints.of_model(method.run.spec(task + 1))
+    listener.on_task_start(task, rounds)
+    position = checkpoints.load_for_model(method.run.spec(task + 1))
     if position is None:
         position = begin_task(method, server, memories, task, executor, checkpoints, ledger, listener, server_training)
     while position.round < rounds:
         before = position.server if look else None
-        position = one_round(method, position, task, executor, checkpoints, ledger, listener)
+        position = run_round(method, position, task, executor, checkpoints, ledger, listener)
         if look and before:
             look(before, position.server, position.round - 1)
         if position.round == rounds or checkpoints.age >= method.run.params.federation.checkpoint_seconds:
@@ -107,7 +107,7 @@ def begin_task(
     return position
 
 
-def one_round(
+def run_round(
     method: "Method",
     position: Position,
     task: int,
@@ -123,7 +123,7 @@ def one_round(
     aside = inspection.set_aside(position.server, method.run.params.federation.inspection)
     refuse_emptiness(method, task, aside)
     sample = partial(sample_clients, method, position.server, round, busy={*position.late, *aside})
-    turnout = faults.turnout(method, task, round, position.late, sample)
+    turnout = faults.draw_turnout(method, task, round, position.late, sample)
     training = turnout.training
     usual = position.usual_length
     cohort = Cohort(executor, task, training, position.memories, ledger, checkpoints, position.late, usual_length=usual)
@@ -134,13 +134,13 @@ def one_round(
         round,
         method.exchanges[TRAIN].payload(position.server),
         turnout,
-        lambda count: listener.client_done(task, round, count, len(training)),
+        lambda count: listener.on_client_done(task, round, count, len(training)),
         {client: method.own_payload(position.server, client) for client in turnout.downloaders},
     )
     report_refusals(cohort.refused, task, listener)
     refuse_too_few(method, replies, turnout, cohort.lost, task, round)
     refuse_silence(replies, cohort.refused, task, round)
-    with torch_threads(AGGREGATING):
+    with set_torch_threads(AGGREGATING):
         server = inspection.count_refusals(method.aggregate(position.server, replies), cohort.refused)
     cohort.close()
     refuse_divergence(server, replies.loss, task, round)
@@ -173,10 +173,10 @@ def refuse_divergence(server: Server, loss: float | None, task: int, round: int)
     states = (server.weights, *server.networks.values())
     floating = [weights for state in states for weights in state.values() if weights.is_floating_point()]
     if not (math.isfinite(loss or 0.0) and all(norm.isfinite() for norm in torch._foreach_norm(floating))):
-        raise divergence_error(f"loss {loss}", task, round)
+        raise make_divergence_error(f"loss {loss}", task, round)
 
 
-def divergence_error(how: str, task: int, round: int) -> UserError:
+def make_divergence_error(how: str, task: int, round: int) -> UserError:
     """Return the error of a training that diverged."""
     return UserError(
         f"task {task}, round {round}: training diverged ({how}). "
@@ -189,7 +189,7 @@ def refuse_too_few(
 ) -> None:
     """Raise UserError where too few clients have answered because this machine had no memory to train the others."""
     without_memory = [client for client in lost if client not in turnout.lost]
-    least = faults.answers_needed(method.run, len(turnout.delays))
+    least = faults.count_needed_answers(method.run, len(turnout.delays))
     if without_memory and len(replies.clients) < least:
         raise UserError(
             f"task {task}, round {round}: there was no memory to train {len(without_memory)} of {len(turnout.delays)} "
@@ -204,7 +204,7 @@ def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, roun
         return
     _, client, (part, why) = refused[0]
     if why == NOT_FINITE:
-        raise divergence_error(f"client {client}'s {part} {why}", task, round)
+        raise make_divergence_error(f"client {client}'s {part} {why}", task, round)
     raise UserError(
         f"task {task}, round {round}: no reply of {len(refused)} can be used; client {client}'s {part} {why}. "
         "Look at that client, at whether training diverges, or at federation.inspection."
@@ -224,7 +224,7 @@ def refuse_emptiness(method: "Method", task: int, aside: Collection[int]) -> Non
 def report_refusals(refused: Sequence[Refusal], task: int, listener: "Listener") -> None:
     """Report refusals to the listener."""
     for refusal in refused:
-        listener.refused(task, refusal.round, refusal.client, f"{refusal.defect.part} {refusal.defect.why}")
+        listener.on_refusal(task, refusal.round, refusal.client, f"{refusal.defect.part} {refusal.defect.why}")
 
 
 def sample_clients(

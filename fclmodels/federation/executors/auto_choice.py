@@ -16,7 +16,7 @@ import numpy as np
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import TRAIN
-from fclmodels.federation.executors.base import torch_threads
+from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.storage.sealed_json import read_sealed, write_sealed
 
 if TYPE_CHECKING:
@@ -53,22 +53,22 @@ def choose(method: "Method", folder: Path, key: str) -> Choice:
     federation = method.run.params.federation
     if federation.executor == "ray":  # a measurement here says nothing of a cluster
         return Choice("ray", federation.workers, 1 if federation.threads == "auto" else federation.threads)
-    workers = federation.workers or cores()
+    workers = federation.workers or count_cores()
     if federation.executor != "auto" and federation.threads != "auto":
         return Choice(federation.executor, workers, federation.threads)
-    options = f"{federation.executor}-{federation.workers}-{federation.threads}-{cores()}"
+    options = f"{federation.executor}-{federation.workers}-{federation.threads}-{count_cores()}"
     path = folder / f"{key}-{options}.json"
     if path.exists():
         try:
             return Choice(**read_sealed(path))
         except (ValueError, TypeError) as problem:
             raise UserError(f"{path} cannot be read ({problem}). Delete it to have it measured again.") from problem
-    choice = min(candidates(method, workers), key=lambda candidate: predicted_seconds(method, candidate))
+    choice = min(list_candidates(method, workers), key=lambda candidate: predict_seconds(method, candidate))
     write_sealed(path, asdict(choice))
     return choice
 
 
-def candidates(method: "Method", workers: int) -> list[Choice]:
+def list_candidates(method: "Method", workers: int) -> list[Choice]:
     """Return the choices that the settings leave open; on a GPU clients run one after another."""
     federation = method.run.params.federation
     kinds = ["serial", "processes"] if federation.executor == "auto" else [federation.executor]
@@ -76,16 +76,16 @@ def candidates(method: "Method", workers: int) -> list[Choice]:
         kinds = ["serial"]
     if federation.threads != "auto":
         return [Choice(kind, workers, federation.threads) for kind in kinds]
-    threads = {"serial": {1, cores()}, "processes": {1}}
+    threads = {"serial": {1, count_cores()}, "processes": {1}}
     return [Choice(kind, workers, count) for kind in kinds for count in sorted(threads[kind])]
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def predicted_seconds(method: "Method", choice: Choice) -> float:
+def predict_seconds(method: "Method", choice: Choice) -> float:
     """Return the seconds of a run with this choice, predicted from a few batches of the first task."""
     run = method.run
     federation = run.params.federation
@@ -94,13 +94,13 @@ def predicted_seconds(method: "Method", choice: Choice) -> float:
     sample = np.linspace(0, len(sizes) - 1, min(federation.clients_per_round or len(sizes), len(sizes)))
     batches = [-(-sizes[int(client)] // federation.batch_size) * federation.local_epochs for client in sample]
     rounds = sum(run.rounds(task) for task in range(len(run.splits.tasks)))
-    a_batch = rounds * seconds_a_batch(method, clients[0], choice.threads)
+    a_batch = rounds * measure_seconds_a_batch(method, clients[0], choice.threads)
     if choice.executor == "serial":
         return sum(batches) * a_batch
-    return WORKER_START + busiest(batches, choice.workers or 1) * a_batch * CONTENTION
+    return WORKER_START + count_most_batches(batches, choice.workers or 1) * a_batch * CONTENTION
 
 
-def busiest(batches: Sequence[int], workers: int) -> int:
+def count_most_batches(batches: Sequence[int], workers: int) -> int:
     """Return the batches of the worker with most of them, where each takes the next client after finishing one."""
     loads = [0] * workers
     for of_client in batches:
@@ -108,7 +108,7 @@ def busiest(batches: Sequence[int], workers: int) -> int:
     return max(loads)
 
 
-def seconds_a_batch(method: "Method", index: int, threads: int) -> float:
+def measure_seconds_a_batch(method: "Method", index: int, threads: int) -> float:
     """Return the seconds of a batch in the second of two short trainings of a client; the first one warms up."""
     run = method.run
     federation = run.params.federation.model_copy(update={"local_epochs": 1})
@@ -119,7 +119,7 @@ def seconds_a_batch(method: "Method", index: int, threads: int) -> float:
     server = method.start_task(method.setup(), 0)
     payload = {**training.payload(server), **method.own_payload(server, index)}
     payload = {name: part.to(run.device) for name, part in payload.items()}
-    with torch_threads(threads):
+    with set_torch_threads(threads):
         for _ in range(2):
             started = time.perf_counter()
             training.answer(Client(index, 0, 0, short, rows, {}), payload)

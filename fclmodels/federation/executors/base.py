@@ -28,7 +28,7 @@ class Job:
     summed: bool = False  # whether parts that are needed as sums only may come back as sums over some of the clients
     own_payloads: Mapping[int, Payload] = field(default_factory=dict)  # further parts of single clients
 
-    def payload_of(self, client: int) -> Payload:
+    def join_payload(self, client: int) -> Payload:
         """Return all that a client downloads."""
         return {**self.payload, **self.own_payloads.get(client, {})}
 
@@ -67,13 +67,13 @@ class Executor(Protocol):
         ...
 
 
-def largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[int, ...]:
+def sort_largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[int, ...]:
     """Return clients by their number of rows, so that no worker begins a long training when the others are ready."""
     return tuple(sorted(clients, key=lambda client: (-len(method.rows(task, client)), client)))
 
 
 @contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
+def set_torch_threads(count: int) -> Iterator[None]:
     """Set the number of torch's threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -15,7 +15,7 @@ import torch
 
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import EVALUATIONS, TRAIN, Memory
-from fclmodels.federation.executors.base import ClientResult, Job, torch_threads
+from fclmodels.federation.executors.base import ClientResult, Job, set_torch_threads
 from fclmodels.federation.messages import Reply
 from fclmodels.settings.federation import FederationSettings
 from fclmodels.storage import trees
@@ -38,7 +38,7 @@ class Stage(Protocol):
         ...
 
 
-def stage_modules(federation: FederationSettings) -> list[str]:
+def list_stage_modules(federation: FederationSettings) -> list[str]:
     """Return the modules of the stages that these settings switch on, in the order in which they change a reply."""
     switches = {
         f"{PROTECTION}.privacy": federation.privacy.on,
@@ -50,7 +50,7 @@ def stage_modules(federation: FederationSettings) -> list[str]:
 
 def refuse_unfit_method(method: "Method") -> None:
     """Raise UserError, before a run, where a stage that the settings switch on is not for this method."""
-    for module in stage_modules(method.run.params.federation):
+    for module in list_stage_modules(method.run.params.federation):
         importlib.import_module(module).refuse_unfit_method(method)
 
 
@@ -81,7 +81,7 @@ class Serial:
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[ClientResult]:
         job = job.to(self.method.run.device)
         for client in clients:
-            with torch_threads(self.threads):
+            with set_torch_threads(self.threads):
                 result = work(self.method, job, client, memories.get(client))
             yield result
 
@@ -94,30 +94,32 @@ def _answer(method: "Method", job: Job, index: int, memory_file: Path | None) ->
 
     The job's payload is on the device already; the server keeps its state, and gets replies, on the CPU.
     """
-    if protocol := _protocol_answers(method, job.question):
+    if protocol := _find_protocol_answer(method, job.question):
         return protocol(job, index), memory_file
     memory = trees.load(memory_file, method.run.device) if memory_file else {}
     client = Client(index, job.task, job.round, method.run, method.rows(job.task, index), memory)
-    payload = job.payload_of(index)
+    payload = job.join_payload(index)
     if job.question in EVALUATIONS:
         from fclmodels.federation.evaluation import evaluate_on_client
 
         reply = evaluate_on_client(method, client, payload, EVALUATIONS[job.question])
-        return _on_cpu(reply), memory_file
-    stages = [importlib.import_module(module).stage(method) for module in stage_modules(method.run.params.federation)]
+        return _move_to_cpu(reply), memory_file
+    stages = [
+        importlib.import_module(module).stage(method) for module in list_stage_modules(method.run.params.federation)
+    ]
     for stage in stages:
         client = stage.prepare(client)
     exchange = method.exchanges[job.question]
     answer = exchange.answer(client, payload)
     if answer.memory is not memory:
         memory_file = _write(answer.memory, job, index)
-    reply = _on_cpu(exchange.fill(client, answer))
+    reply = _move_to_cpu(exchange.fill(client, answer))
     for stage in stages:
         reply = stage.change(reply, client, job)
     return reply, memory_file
 
 
-def _protocol_answers(method: "Method", question: str) -> Callable[[Job, int], Reply] | None:
+def _find_protocol_answer(method: "Method", question: str) -> Callable[[Job, int], Reply] | None:
     """Return the function that answers a question of secure aggregation's own; None for other questions."""
     if not question.startswith("secagg-"):
         return None
@@ -135,5 +137,5 @@ def _write(memory: Memory, job: Job, index: int) -> Path | None:
     return file
 
 
-def _on_cpu(reply: Reply) -> Reply:
+def _move_to_cpu(reply: Reply) -> Reply:
     return replace(reply, parts={name: part.to("cpu") for name, part in reply.parts.items()})

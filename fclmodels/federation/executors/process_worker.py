@@ -16,10 +16,10 @@ from fclmodels.errors import UserError
 from fclmodels.federation.executors import glibc_malloc
 from fclmodels.federation.executors.base import ClientResult, Job
 from fclmodels.federation.executors.client_work import work
-from fclmodels.federation.messages import SharedBuffer, parts_from_tree, parts_to_tree
+from fclmodels.federation.messages import SharedBuffer, convert_parts_to_tree, convert_tree_to_parts
 from fclmodels.federation.run_context import Run
 from fclmodels.settings import load
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 from fclmodels.storage.trees import Tree
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ def set_up_of(method: "Method", threads: int) -> dict[str, Any]:
 def digest_code(method: "Method") -> str:
     """Return the digest of the code of a method and of its backbone, which must be the same wherever clients run."""
     backbone = plugins.find("backbone", method.run.params.model.backbone)
-    return source_closure(type(method).__module__, backbone.__module__)
+    return digest_sources(type(method).__module__, backbone.__module__)
 
 
-def method_of(set_up: dict[str, Any], params_file: Path, folder: Path) -> "Method":
+def build_method(set_up: dict[str, Any], params_file: Path, folder: Path) -> "Method":
     """Return the method that these facts describe, in this process, with its splits in a folder."""
     settings, splits = load.load_params(params_file), Splits.open(folder)
     if splits.digest != set_up["digest"]:
@@ -54,21 +54,21 @@ def method_of(set_up: dict[str, Any], params_file: Path, folder: Path) -> "Metho
     return plugins.find("method", set_up["method"])(load.load_method_settings(settings, set_up["method"]), run)
 
 
-def job_to_tree(job: Job) -> Tree:
+def convert_job_to_tree(job: Job) -> Tree:
     """Return a job as a worker is sent it."""
     facts = ("question", "task", "round", "client_count", "summed")
     return {
         **{name: getattr(job, name) for name in facts},
         "scratch": str(job.scratch.absolute()),
-        "payload": parts_to_tree(job.payload),
-        "own_payloads": {str(client): parts_to_tree(payload) for client, payload in job.own_payloads.items()},
+        "payload": convert_parts_to_tree(job.payload),
+        "own_payloads": {str(client): convert_parts_to_tree(payload) for client, payload in job.own_payloads.items()},
     }
 
 
-def job_from_tree(tree: Tree) -> Job:
+def convert_tree_to_job(tree: Tree) -> Job:
     """Return the job that such a tree holds."""
-    own = {int(client): parts_from_tree(payload) for client, payload in tree["own_payloads"].items()}
-    payload, scratch = parts_from_tree(tree["payload"]), Path(tree["scratch"])
+    own = {int(client): convert_tree_to_parts(payload) for client, payload in tree["own_payloads"].items()}
+    payload, scratch = convert_tree_to_parts(tree["payload"]), Path(tree["scratch"])
     return Job(**{**tree, "payload": payload, "scratch": scratch, "own_payloads": own})
 
 
@@ -81,13 +81,13 @@ def main(control: int, payload: int, replies: int) -> None:
     try:
         set_up = json.loads(lines.readline())
         torch.set_num_threads(set_up["threads"])
-        method = method_of(set_up, Path(set_up["params"]), Path(set_up["splits"]))
+        method = build_method(set_up, Path(set_up["params"]), Path(set_up["splits"]))
         shared, buffer = SharedBuffer(payload), SharedBuffer(replies)
         job, waits = None, False
         for line in lines:
             message = json.loads(line)
             if "job" in message:
-                job = job_from_tree(shared.read(message["job"])).to(method.run.device)
+                job = convert_tree_to_job(shared.read(message["job"])).to(method.run.device)
             elif "taken" in message:
                 waits = False
             else:
@@ -110,7 +110,7 @@ def _write(answer: ClientResult, buffer: SharedBuffer) -> dict[str, Any]:
     """Write a result's parts into the buffer; return its other fields."""
     return {
         "client": answer.client,
-        "size": buffer.write(parts_to_tree(answer.reply.parts)),
+        "size": buffer.write(convert_parts_to_tree(answer.reply.parts)),
         "facts": answer.reply.facts,
         "memory": str(answer.memory) if answer.memory else None,
         "seconds": answer.seconds,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from fclmodels import machine
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import ClientResult, Job
-from fclmodels.federation.executors.process_worker import job_to_tree, set_up_of
-from fclmodels.federation.messages import Reply, SharedBuffer, parts_from_tree
+from fclmodels.federation.executors.process_worker import convert_job_to_tree, set_up_of
+from fclmodels.federation.messages import Reply, SharedBuffer, convert_tree_to_parts
 
 if TYPE_CHECKING:
     from fclmodels.federation.method import Method
@@ -41,7 +41,7 @@ class Processes:
         self._memory_kills = machine.count_memory_kills()
 
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[ClientResult]:
-        message = {"job": self.payload.write(job_to_tree(job))}
+        message = {"job": self.payload.write(convert_job_to_tree(job))}
         orders = [{"client": c, "memory": str(memories[c].absolute()) if c in memories else None} for c in clients]
         deaths: dict[int, int] = {}
         busy, finished = 0, False
@@ -146,7 +146,7 @@ class Worker:
         message = json.loads(line)
         if "error" in message:
             raise (UserError if message["user"] else RuntimeError)(message["error"])
-        parts = parts_from_tree(self._reply.read(message["size"]))
+        parts = convert_tree_to_parts(self._reply.read(message["size"]))
         memory = Path(message["memory"]) if message["memory"] else None
         return ClientResult(message["client"], Reply(parts, **message["facts"]), memory, message["seconds"])
 

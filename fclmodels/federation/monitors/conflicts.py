@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.gradients import clients_of, mini_batches, refuse_personal
+from fclmodels.federation.monitors.gradients import iterate_mini_batches, list_trainings, refuse_personal
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -52,27 +52,31 @@ class Conflicts(Monitor):
         moving = self.method.trainable(self.method.networks.load(before.spec, before.weights), before.task).keys()
         current = {
             training.client.index: gradient(self.method, before, training, moving)
-            for _, training in clients_of(self.method, before, self.task)
+            for _, training in list_trainings(self.method, before, self.task)
         }
-        G = inner_products(list(current.values()))
-        between = cosines(G)
+        G = compute_inner_products(list(current.values()))
+        between = compute_cosines(G)
         self.note("cosine_clients", float(between.mean()), round)
-        self.note("negative_clients", negative(between), round)
+        self.note("negative_clients", compute_negative_share(between), round)
         if len(G) > 1:
-            self.note("divergence", divergence(G), round)
-        of_clients = [values for values in self.with_earlier(before, current, moving).values() if len(values)]
+            self.note("divergence", compute_divergence(G), round)
+        of_clients = [values for values in self.compare_with_earlier(before, current, moving).values() if len(values)]
         if of_clients:
             self.note("cosine_tasks", sum(float(values.mean()) for values in of_clients) / len(of_clients), round)
-            self.note("negative_tasks", sum(negative(values) for values in of_clients) / len(of_clients), round)
+            self.note(
+                "negative_tasks", sum(compute_negative_share(values) for values in of_clients) / len(of_clients), round
+            )
 
-    def with_earlier(self, server: Server, current: Mapping[int, Named], moving: Collection[str]) -> dict[int, Tensor]:
+    def compare_with_earlier(
+        self, server: Server, current: Mapping[int, Named], moving: Collection[str]
+    ) -> dict[int, Tensor]:
         """Return, by client, the cosines between its current gradient and those of its earlier tasks."""
         by_client: dict[int, list[Tensor]] = {client: [] for client in current}
         for about in range(self.task):
-            for _, training in clients_of(self.method, server, about):
+            for _, training in list_trainings(self.method, server, about):
                 if (client := training.client.index) in current:
                     earlier = gradient(self.method, server, training, moving)
-                    by_client[client].append(cosines(inner_products([current[client], earlier])))
+                    by_client[client].append(compute_cosines(compute_inner_products([current[client], earlier])))
         return {client: torch.cat(values) for client, values in by_client.items() if values}
 
 
@@ -82,13 +86,13 @@ def gradient(method: "Method", server: Server, training: LocalTraining, moving: 
     total = {name: torch.zeros_like(server.weights[name], dtype=torch.float32) for name in moving}
     if not parameters:  # nothing that moves now was there when the task was learned
         return total
-    for samples, gradients in mini_batches(method, training, parameters):
+    for samples, gradients in iterate_mini_batches(method, training, parameters):
         for name, g in gradients.items():
             total[name][tuple(map(slice, g.shape))].add_(g, alpha=samples / len(training.client.rows))
     return total
 
 
-def inner_products(vectors: Sequence[Named]) -> Tensor:
+def compute_inner_products(vectors: Sequence[Named]) -> Tensor:
     """Return the Gram matrix G [n, n] of vectors.
 
     The products too are in double precision: where gradients all but cancel, their mean is the difference of large
@@ -97,7 +101,7 @@ def inner_products(vectors: Sequence[Named]) -> Tensor:
     return gram(chunk.double() for chunk in iterate_columns(vectors, list(vectors[0])))
 
 
-def cosines(G: Tensor) -> Tensor:
+def compute_cosines(G: Tensor) -> Tensor:
     """Return the cosine of each pair of vectors by their Gram matrix, without pairs with a vector that is 0."""
     norms = G.diagonal().clamp(min=0).sqrt()
     one, other = torch.triu_indices(len(G), len(G), offset=1)
@@ -105,12 +109,12 @@ def cosines(G: Tensor) -> Tensor:
     return values[(norms[one] > 0) & (norms[other] > 0)]
 
 
-def negative(cosines: Tensor) -> float:
+def compute_negative_share(cosines: Tensor) -> float:
     """Return the share of negative cosines; NaN where there are no cosines."""
     return float(cosines.lt(0).double().mean())
 
 
-def divergence(G: Tensor) -> float:
+def compute_divergence(G: Tensor) -> float:
     """Return the mean of ||g_u - g|| / ||g||, g the mean of the vectors with this Gram matrix."""
     square = G.mean()
     distances = (G.diagonal() - 2 * G.mean(dim=1) + square).clamp(min=0).sqrt()

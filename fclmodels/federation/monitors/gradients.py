@@ -55,18 +55,18 @@ class Oracle(Monitor):
         if round % self.method.run.params.monitors.every:
             return
         for about in range(self.task + 1):
-            gradient, second_moment = slope(self.method, before, about)
-            share = admissible_share(self.method, before, gradient)
+            gradient, second_moment = measure_slope(self.method, before, about)
+            share = compute_admissible_share(self.method, before, gradient)
             if about == self.task:
                 self.note("rho", share, round)
             else:
                 self.note("beta", share**0.5, round, about)
             self.note("second_moment", second_moment, round, about)
-            turned = distance(gradient, slope(self.method, after, about)[0], gradient)
-            moved = distance(before.weights, after.weights, gradient)
+            turned = compute_distance(gradient, measure_slope(self.method, after, about)[0], gradient)
+            moved = compute_distance(before.weights, after.weights, gradient)
             self.note("smoothness", turned / moved if moved else math.nan, round, about)
 
-    def task_learned(self, server: Server) -> None:
+    def on_task_learned(self, server: Server) -> None:
         """Note the loss on all tasks so far."""
         for about in range(self.task + 1):
             self.note("loss", loss(self.method, server, about), about=about)
@@ -82,48 +82,48 @@ def refuse_personal(method: "Method", monitor: str, quantity: str) -> None:
         )
 
 
-def admissible_share(method: "Method", server: Server, gradient: dict[str, Tensor]) -> float:
+def compute_admissible_share(method: "Method", server: Server, gradient: dict[str, Tensor]) -> float:
     """Return ||P g||^2 / ||g||^2, with g in the precision of the weights."""
     trained = method.trainable(method.networks.load(server.spec, server.weights), server.task)
     g = {name: value.to(server.weights[name].dtype) for name, value in gradient.items()}
     admissible = method.admissible(server, {name: value for name, value in g.items() if name in trained})
-    total = squared_norm(g.values())
-    return squared_norm(admissible.values()) / total if total else math.nan
+    total = compute_squared_norm(g.values())
+    return compute_squared_norm(admissible.values()) / total if total else math.nan
 
 
-def slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor], float]:
+def measure_slope(method: "Method", server: Server, task: int) -> tuple[dict[str, Tensor], float]:
     """Return grad L_tau, summed in double precision, and the largest client's mean of ||g||^2 over mini-batches.
 
     Gradients are by name and in the shapes of the server's weights; later tasks' own heads have no entry.
     """
-    clients = clients_of(method, server, task)
+    clients = list_trainings(method, server, task)
     parameters = {name: p for name, p in clients[0][1].network.named_parameters() if name in server.weights}
     total = {name: torch.zeros_like(server.weights[name], dtype=torch.float64) for name in parameters}
     second_moment = 0.0
     for share, training in clients:
         squares = []
-        for samples, gradients in mini_batches(method, training, parameters):
+        for samples, gradients in iterate_mini_batches(method, training, parameters):
             for name, g in gradients.items():
                 total[name][tuple(map(slice, g.shape))].add_(g, alpha=share * samples / len(training.client.rows))
-            squares.append(squared_norm(gradients.values()))
+            squares.append(compute_squared_norm(gradients.values()))
         second_moment = max(second_moment, sum(squares) / len(squares))
     return total, second_moment
 
 
-def largest_gradient(method: "Method", server: Server, task: int) -> float:
+def measure_largest_gradient(method: "Method", server: Server, task: int) -> float:
     """Return the largest ||g|| over all clients' mini-batches, for the parameters that local training moves."""
     return max(
-        squared_norm(gradients.values()) ** 0.5
-        for _, training in clients_of(method, server, task)
-        for _, gradients in mini_batches(method, training, training.parameters)
+        compute_squared_norm(gradients.values()) ** 0.5
+        for _, training in list_trainings(method, server, task)
+        for _, gradients in iterate_mini_batches(method, training, training.parameters)
     )
 
 
-def mini_batches(
+def iterate_mini_batches(
     method: "Method", training: LocalTraining, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of samples and the gradient of the loss, by name, of each of a client's mini-batches."""
-    for batch in batches_of(training.client):
+    for batch in iterate_batches(training.client):
         gradients = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
         named = zip(parameters, gradients, strict=True)
         yield len(batch.labels), {name: g.cpu() for name, g in named if g is not None}
@@ -134,12 +134,12 @@ def loss(method: "Method", server: Server, task: int) -> float:
     with torch.no_grad():
         return sum(
             share * float(method.loss(training, batch)) * len(batch.labels) / len(training.client.rows)
-            for share, training in clients_of(method, server, task)
-            for batch in batches_of(training.client)
+            for share, training in list_trainings(method, server, task)
+            for batch in iterate_batches(training.client)
         )
 
 
-def clients_of(method: "Method", server: Server, task: int) -> list[tuple[float, LocalTraining]]:
+def list_trainings(method: "Method", server: Server, task: int) -> list[tuple[float, LocalTraining]]:
     """Return, for each client of a task, its weight p_k and a training on the model shrunk to the tasks up to it."""
     run = method.run
     spec = run.spec(task + 1)
@@ -151,10 +151,10 @@ def clients_of(method: "Method", server: Server, task: int) -> list[tuple[float,
         Client(k, task, 0, run, run.splits.select_rows(task, "train", k), {}) for k in run.splits.list_clients(task)
     ]
     total = sum(client.weight for client in clients)
-    return [(client.weight / total, _training_of(method, server, client, network)) for client in clients]
+    return [(client.weight / total, _make_training(method, server, client, network)) for client in clients]
 
 
-def _training_of(method: "Method", server: Server, client: Client, network: Network) -> LocalTraining:
+def _make_training(method: "Method", server: Server, client: Client, network: Network) -> LocalTraining:
     """Return a training with the networks that the method has beside the model, as the server has them."""
     training = LocalTraining(method, client, network, {})
     training.networks = method.auxiliaries.start(client, method.auxiliaries.payload(server.networks))
@@ -163,17 +163,17 @@ def _training_of(method: "Method", server: Server, client: Client, network: Netw
     return training
 
 
-def batches_of(client: Client) -> Iterator[Batch]:
+def iterate_batches(client: Client) -> Iterator[Batch]:
     """Return batches of a client's train rows, not augmented, in a random order that is always the same."""
     order = torch.randperm(len(client.rows), generator=client.generator("monitors"))
     return client.run.batches.iterate_ordered(client.rows.take(order.numpy()), client.run.params.federation.batch_size)
 
 
-def squared_norm(tensors: Iterable[Tensor]) -> float:
+def compute_squared_norm(tensors: Iterable[Tensor]) -> float:
     """Return the squared norm of all tensors together, in double precision."""
     return float(sum(tensor.double().square().sum() for tensor in tensors))
 
 
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Iterable[str]) -> float:
+def compute_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Iterable[str]) -> float:
     """Return the Euclidean distance over the tensors of these names."""
-    return math.sqrt(squared_norm(one[name].double() - other[name].double() for name in names))
+    return math.sqrt(compute_squared_norm(one[name].double() - other[name].double() for name in names))

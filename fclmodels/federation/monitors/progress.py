@@ -29,7 +29,7 @@ import polars as pl
 
 from fclmodels.federation import evaluation
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.gradients import largest_gradient, refuse_personal, squared_norm
+from fclmodels.federation.monitors.gradients import compute_squared_norm, measure_largest_gradient, refuse_personal
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 
@@ -46,9 +46,9 @@ class Accuracy(Monitor):
         self.method = method
 
     def look(self, before: Server, after: Server, round: int) -> None:
-        if not due(self.method, self.task, round):
+        if not is_due(self.method, self.task, round):
             return
-        accuracies = accuracies_so_far(self.method, after)
+        accuracies = evaluate_so_far(self.method, after)
         for about, accuracy in accuracies.items():
             self.note("accuracy", accuracy, round, about)
         self.note("accuracy", sum(accuracies.values()) / len(accuracies), round)
@@ -63,22 +63,22 @@ class Drift(Monitor):
         self.start = start
 
     def look(self, before: Server, after: Server, round: int) -> None:
-        if self.task == 0 or not due(self.method, self.task, round):
+        if self.task == 0 or not is_due(self.method, self.task, round):
             return
-        self.note("drift", drift(self.method, after, self.start), round)
+        self.note("drift", measure_drift(self.method, after, self.start), round)
         if weight := self.method.anchor_weight(after):
-            G = largest_gradient(self.method, before, self.task)
+            G = measure_largest_gradient(self.method, before, self.task)
             self.note("largest_gradient", G, round)
-            self.note("drift_bound", furthest(self.method, self.task, round) * G / weight, round)
+            self.note("drift_bound", bound_movement(self.method, self.task, round) * G / weight, round)
 
 
-def due(method: "Method", task: int, round: int) -> bool:
+def is_due(method: "Method", task: int, round: int) -> bool:
     """Return whether the settings ask for rows after this round."""
     count = round + 1
     return count % method.run.params.monitors.every == 0 or count == method.run.rounds(task)
 
 
-def accuracies_so_far(method: "Method", server: Server) -> dict[int, float]:
+def evaluate_so_far(method: "Method", server: Server) -> dict[int, float]:
     """Return the accuracy by task, up to the one being learned; of the tasks that have test rows."""
     table = evaluation.evaluate_learned(method, server)
     reading = "task_aware" if server.spec.head == "per-task" else "task_agnostic"
@@ -86,14 +86,14 @@ def accuracies_so_far(method: "Method", server: Server) -> dict[int, float]:
     return {task: correct / total for task, correct, total in rows.select("task", "correct", "total").iter_rows()}
 
 
-def drift(method: "Method", server: Server, anchor: Server) -> float:
+def measure_drift(method: "Method", server: Server, anchor: Server) -> float:
     """Return ||W - W*||."""
     parameters = dict(method.networks.load(server.spec, server.weights).named_parameters())
     pairs = [(server.weights[name], anchor.weights[name]) for name in parameters if name in anchor.weights]
-    return math.sqrt(squared_norm(w[tuple(map(slice, old.shape))].double() - old.double() for w, old in pairs))
+    return math.sqrt(compute_squared_norm(w[tuple(map(slice, old.shape))].double() - old.double() for w, old in pairs))
 
 
-def furthest(method: "Method", task: int, round: int) -> float:
+def bound_movement(method: "Method", task: int, round: int) -> float:
     """Return eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
     optimizer = method.run.params.optimizer
     lr = optimizer.lr * optimizer.lr_decay**round

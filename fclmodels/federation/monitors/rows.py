@@ -11,12 +11,12 @@ from fclmodels.federation.server import Server
 from fclmodels.tables import MONITORS
 
 
-def table(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
+def make_table(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
     """Return rows as the table of monitors."""
     return pl.DataFrame(rows, schema=MONITORS)
 
 
-def row(
+def make_row(
     monitor: str, task: int, value: float, round: int | None = None, about: int | None = None, layer: str | None = None
 ) -> dict[str, Any]:
     """Return one row of the table."""
@@ -34,10 +34,10 @@ class Monitor:
         """Observe the server before and after a round."""
         raise NotImplementedError
 
-    def task_learned(self, server: Server) -> None:
+    def on_task_learned(self, server: Server) -> None:
         """Observe the server after the task's last round."""
 
     def note(self, monitor: str, value: float, round: int | None = None, about: int | None = None) -> None:
         """Append a row to the log."""
         if math.isfinite(value):  # a share of a gradient that is 0 is not defined: no row
-            self.log.append(row(monitor, self.task, value, round, about))
+            self.log.append(make_row(monitor, self.task, value, round, about))

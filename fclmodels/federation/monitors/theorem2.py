@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from fclmodels.federation.monitors.rows import row, table
+from fclmodels.federation.monitors.rows import make_row, make_table
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,21 @@ class Stretch:
     beta: float  # beta_tau^(t-1)
 
 
-def forgetting_bound(second_moment: float, smoothness: float, later: Iterable[Stretch]) -> float:
+def compute_forgetting_bound(second_moment: float, smoothness: float, later: Iterable[Stretch]) -> float:
     """Return G^2 sum_t E_t (beta S_t eta_t + L/2 S_t^2 eta_t^2) (eq. 13)."""
     return second_moment * sum(
         t.rounds * (t.beta * t.steps * t.lr + smoothness / 2 * (t.steps * t.lr) ** 2) for t in later
     )
 
 
-def with_bounds(monitors: pl.DataFrame, rounds: pl.DataFrame, lr: float) -> pl.DataFrame:
+def add_bounds(monitors: pl.DataFrame, rounds: pl.DataFrame, lr: float) -> pl.DataFrame:
     """Return the table of monitors with loss_increase and theorem_bound of each old task after each later one.
 
     E_t and the server's eta_g are those of the rounds table, and eta_t = eta_g lr. Constants are the largest measured
     up to the later task, beta the largest in each task (where there is none, that gradient was 0 throughout).
     """
     losses, betas, steps, squares, slopes = (
-        _largest(monitors, monitor) for monitor in ("loss", "beta", "local_steps", "second_moment", "smoothness")
+        _find_largest(monitors, monitor) for monitor in ("loss", "beta", "local_steps", "second_moment", "smoothness")
     )
     budgets = rounds.group_by("task").agg(pl.len(), pl.max("server_lr"))
     trained = {task: (count, lr * eta) for task, count, eta in budgets.iter_rows()}
@@ -46,12 +46,12 @@ def with_bounds(monitors: pl.DataFrame, rounds: pl.DataFrame, lr: float) -> pl.D
             for t in range(about + 1, task + 1)
         ]
         G2, L = (max((v for (t, _), v in values.items() if t <= task), default=0.0) for values in (squares, slopes))
-        rows.append(row("loss_increase", task, value - losses[about, about], about=about))
-        rows.append(row("theorem_bound", task, forgetting_bound(G2, L, later), about=about))
-    return pl.concat([monitors, table(rows)])
+        rows.append(make_row("loss_increase", task, value - losses[about, about], about=about))
+        rows.append(make_row("theorem_bound", task, compute_forgetting_bound(G2, L, later), about=about))
+    return pl.concat([monitors, make_table(rows)])
 
 
-def _largest(monitors: pl.DataFrame, monitor: str) -> dict[tuple[int, Any], float]:
+def _find_largest(monitors: pl.DataFrame, monitor: str) -> dict[tuple[int, Any], float]:
     """Return a monitor's largest value over rounds, by task and by the task that it is about."""
     largest = monitors.filter(pl.col("monitor") == monitor).group_by("task", "about").agg(pl.max("value"))
     return {(task, about): value for task, about, value in largest.iter_rows()}

@@ -3,13 +3,13 @@
 import polars as pl
 from torch import Tensor
 
-from fclmodels.federation.monitors.rows import row, table
+from fclmodels.federation.monitors.rows import make_row, make_table
 from fclmodels.numerics.subspace import used_share
 
 
-def used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
+def measure_used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
     """Return the rows used_share of each layer and of their mean; no rows where there are no bases."""
     shares: dict[str | None, float] = {layer: used_share(basis) for layer, basis in bases.items()}
     if shares:
         shares[None] = sum(shares.values()) / len(shares)
-    return table([row("used_share", task, share, layer=layer) for layer, share in shares.items()])
+    return make_table([make_row("used_share", task, share, layer=layer) for layer, share in shares.items()])

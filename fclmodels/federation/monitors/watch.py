@@ -8,7 +8,7 @@ from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.conflicts import Conflicts
 from fclmodels.federation.monitors.gradients import Oracle
 from fclmodels.federation.monitors.progress import Accuracy, Drift
-from fclmodels.federation.monitors.rows import Monitor, table
+from fclmodels.federation.monitors.rows import Monitor, make_table
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Watch:
         for monitor in self.monitors:
             monitor.look(before, after, round)
 
-    def task_learned(self, server: Server) -> None:
+    def on_task_learned(self, server: Server) -> None:
         for monitor in self.monitors:
-            monitor.task_learned(server)
+            monitor.on_task_learned(server)
 
     def table(self) -> pl.DataFrame:
-        return table(self.log.rows())
+        return make_table(self.log.rows())

@@ -25,8 +25,8 @@ from fclmodels.data.splits.split_reader import Rows
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.federation.protection.disclosures import declared_parts
-from fclmodels.federation.protection.reply_checks import length
+from fclmodels.federation.protection.disclosures import list_declared_parts
+from fclmodels.federation.protection.reply_checks import measure_length
 from fclmodels.federation.run_context import Run
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class AttackStage:
         return alter_reply(reply, client) if self._is_bad(client) else reply
 
     def _is_bad(self, client: Client) -> bool:
-        return client.index in bad_clients(self.method, client.task)
+        return client.index in draw_bad_clients(self.method, client.task)
 
 
 stage = AttackStage
@@ -68,21 +68,21 @@ def refuse_unfit_method(method: "Method") -> None:
         )
     if kind == "backdoor" and find_kind(run.splits.shape) is TEXTS:
         raise UserError("federation.attack: a backdoor is a patch in images; these samples are texts.")
-    if kind not in (fitting := attacks_on(method)):
+    if kind not in (fitting := list_attacks_on(method)):
         raise UserError(
             f"federation.attack.kind: {kind} alters nothing that clients of methods.{name} send. "
             f"Use one of {', '.join(fitting)}."
         )
 
 
-def attacks_on(method: "Method") -> list[str]:
+def list_attacks_on(method: "Method") -> list[str]:
     """Return the attacks that alter data, or a part that the method declares."""
-    parts = [part for _, part in declared_parts(method)]
+    parts = [part for _, part in list_declared_parts(method)]
     on_parts = {attack for attack, kind in ALTERATIONS if kind in {part.kind for part in parts}}
     return sorted({"label-flip", "backdoor"} | on_parts | ({"claim"} if any(part.over for part in parts) else set()))
 
 
-def bad_clients(method: "Method", task: int = 0) -> list[int]:
+def draw_bad_clients(method: "Method", task: int = 0) -> list[int]:
     """Return the clients that are bad in a task."""
     run, attack = method.run, method.run.params.federation.attack
     if attack.kind == "none" or (attack.tasks is not None and task >= attack.tasks):
@@ -148,11 +148,11 @@ def alter_reply(reply: Reply, client: Client) -> Reply:
     }
     if attack.kind == "claim":
         weighted = {n for n, part in reply.parts.items() if part.over} | {p.over for p in reply.parts.values()}
-        parts |= {n: replace(p, tensors=times(p, attack.strength)) for n, p in parts.items() if n in weighted}
+        parts |= {n: replace(p, tensors=multiply_part(p, attack.strength)) for n, p in parts.items() if n in weighted}
     return replace(reply, parts=parts)
 
 
-def times(part: Part, factor: float) -> dict[str, Tensor]:
+def multiply_part(part: Part, factor: float) -> dict[str, Tensor]:
     """Return the part's tensors times a factor."""
     return {name: tensor * factor for name, tensor in part.tensors.items()}
 
@@ -160,27 +160,27 @@ def times(part: Part, factor: float) -> dict[str, Tensor]:
 def noise(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return Gaussian noise in a part's shapes, of `strength` times the part's length."""
     normal = {n: torch.randn(t.shape, generator=random, dtype=t.dtype) for n, t in part.tensors.items()}
-    factor = strength * length(part.tensors) / (length(normal) or 1.0)
+    factor = strength * measure_length(part.tensors) / (measure_length(normal) or 1.0)
     return {name: tensor * factor for name, tensor in normal.items()}
 
 
-def all_directions(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+def fill_all_directions(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return identity matrices [d, d] in place of bases."""
     return {name: torch.eye(len(basis), dtype=basis.dtype) for name, basis in part.tensors.items()}
 
 
-def noisy_layers(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
-    """Return noise in place of each sketch, as long as `of_more_energy` says."""
+def replace_by_noise(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+    """Return noise in place of each sketch, as long as `scale_energies` says."""
     return {n: noise(replace(part, tensors={n: X}), strength, random)[n] for n, X in part.tensors.items()}
 
 
-def of_more_energy(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+def scale_energies(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return the energies that belong to sketches `strength` times as long."""
     factors = torch.tensor([strength**2, strength**2, 1, 1], dtype=torch.float64)
     return {layer: energy * factors for layer, energy in part.tensors.items()}
 
 
-def wrong_directions(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+def draw_wrong_directions(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return as many random columns as the part has, each `strength` times as long as its longest."""
     replacements = {}
     for name, columns in part.tensors.items():
@@ -190,7 +190,7 @@ def wrong_directions(part: Part, strength: float, random: torch.Generator) -> di
     return replacements
 
 
-def next_classes(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+def shift_classes(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return each class's moments, times `strength`, in the row of the next class."""
     return {name: strength * rows.roll(1, dims=0) for name, rows in part.tensors.items()}
 
@@ -201,13 +201,13 @@ def reverse_tasks(part: Part, strength: float, random: torch.Generator) -> dict[
 
 
 ALTERATIONS: dict[tuple[str, str], Alter] = {
-    ("sign-flip", "update"): lambda part, strength, random: times(part, -strength),
-    ("scaled", "update"): lambda part, strength, random: times(part, strength),
+    ("sign-flip", "update"): lambda part, strength, random: multiply_part(part, -strength),
+    ("scaled", "update"): lambda part, strength, random: multiply_part(part, strength),
     ("noise", "update"): noise,
-    ("basis", "basis"): all_directions,
-    ("basis", "directions"): wrong_directions,
-    ("basis", "sketch"): noisy_layers,
-    ("basis", "energy"): of_more_energy,
-    ("prototype", "prototype"): next_classes,
+    ("basis", "basis"): fill_all_directions,
+    ("basis", "directions"): draw_wrong_directions,
+    ("basis", "sketch"): replace_by_noise,
+    ("basis", "energy"): scale_energies,
+    ("prototype", "prototype"): shift_classes,
     ("reference", "reference"): reverse_tasks,
 }

@@ -36,22 +36,22 @@ DISCLOSURES: dict[Kind, Disclosure] = {
 }
 
 
-def declared_parts(method: "Method") -> Iterator[tuple[str, Part]]:
+def list_declared_parts(method: "Method") -> Iterator[tuple[str, Part]]:
     """Yield each part, by name, that a method's clients send in the last round of the last task and after it."""
     task = len(method.run.splits.tasks) - 1
     for exchange in method.exchanges.values():
         yield from exchange.form(task, method.run.rounds(task) - 1).items()
 
 
-def first_without_sum(method: "Method") -> tuple[str, Part] | None:
+def find_part_without_sum(method: "Method") -> tuple[str, Part] | None:
     """Return the first declared part that is not needed as a sum alone, or whose kind has none."""
-    parts = declared_parts(method)
+    parts = list_declared_parts(method)
     return next(((n, p) for n, p in parts if p.least != "sum" or not DISCLOSURES[p.kind].has_sum), None)
 
 
-def first_without_bound(method: "Method") -> tuple[str, Part] | None:
+def find_part_without_bound(method: "Method") -> tuple[str, Part] | None:
     """Return the first declared part that noise cannot cover: it has no bound, or is nothing any more with noise."""
-    parts = declared_parts(method)
+    parts = list_declared_parts(method)
     return next(((n, p) for n, p in parts if not DISCLOSURES[p.kind].takes_noise or _lacks_bound(p)), None)
 
 

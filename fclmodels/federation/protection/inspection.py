@@ -32,9 +32,9 @@ from fclmodels.federation.protection.reply_checks import (
     check_part,
     find_misfit_to_bases,
     find_overlong_sketch,
-    length,
+    measure_length,
+    measure_sizes,
     number,
-    sizes_of,
 )
 from fclmodels.federation.server import Server
 from fclmodels.settings.federation import InspectionSettings
@@ -79,7 +79,7 @@ def inspect_reply(reply: Reply, payload: Payload, most: float = MOST_SAMPLES, cl
         return Finding(ReplyDefect("loss", NOT_FINITE))
     if not (abs(reply.loss) <= MOST_LOSS and 0 <= reply.samples <= MOST_SAMPLES):
         return Finding(ReplyDefect("loss", f"is above {MOST_LOSS:.2g}, or not of 0 to {MOST_SAMPLES:g} samples"))
-    norms = {name: length(part.tensors) for name, part in reply.parts.items()}
+    norms = {name: measure_length(part.tensors) for name, part in reply.parts.items()}
     for name, part in reply.parts.items():
         try:
             check_part(part, norms[name], payload, reply.parts, most)
@@ -91,27 +91,27 @@ def inspect_reply(reply: Reply, payload: Payload, most: float = MOST_SAMPLES, cl
     if overlong := find_overlong_sketch(reply.parts):
         return Finding(ReplyDefect(overlong, "is longer than its energy says"))
     unweighted = {n: norms[n] / (number(reply.parts[part.over]) if part.over else 1) for n, part in reply.parts.items()}
-    sizes = {name: of_part for name, part in reply.parts.items() if (of_part := sizes_of(part, unweighted[name]))}
+    sizes = {name: of_part for name, part in reply.parts.items() if (of_part := measure_sizes(part, unweighted[name]))}
     if lengths := [unweighted[name] for name, part in reply.parts.items() if part.kind == "update"]:
         sizes[UPDATE] = [math.hypot(*lengths)]
-    return Finding(None, form_of(reply.parts), sizes)
+    return Finding(None, describe_form(reply.parts), sizes)
 
 
 def outline(reply: Reply) -> Finding:
     """Return the finding on a masked reply, of which only the form can be read."""
-    return Finding(None, form_of(reply.parts))
+    return Finding(None, describe_form(reply.parts))
 
 
-def form_of(parts: Mapping[str, Part]) -> ReplyForm:
+def describe_form(parts: Mapping[str, Part]) -> ReplyForm:
     """Return all of a reply but its numbers. How many columns a basis has is each client's own."""
     return tuple(
-        (name, part.kind, part.least, part.over, part.noise, tensor_name, tensor.dtype, shape_of(part, tensor))
+        (name, part.kind, part.least, part.over, part.noise, tensor_name, tensor.dtype, describe_shape(part, tensor))
         for name, part in sorted(parts.items())
         for tensor_name, tensor in sorted(part.tensors.items())
     )
 
 
-def shape_of(part: Part, tensor: Tensor) -> tuple[int, ...]:
+def describe_shape(part: Part, tensor: Tensor) -> tuple[int, ...]:
     """Return the sizes of a tensor in which all clients must agree."""
     return tuple(tensor.shape[:1] if part.kind in ("basis", "directions") else tensor.shape)
 
@@ -127,21 +127,23 @@ def find_defects(
     fits: whether a form is that of the method. usual_length: that of updates in earlier rounds of the task.
     """
     refused = {client: finding.defect for client, finding in findings.items() if finding.defect}
-    usual = usual_form([findings[client].form for client in findings.keys() - refused.keys()], fits)
+    usual = find_usual_form([findings[client].form for client in findings.keys() - refused.keys()], fits)
     for client in findings.keys() - refused.keys():
         if usual is None:
             fitting = fits(findings[client].form)
             why = "has another form than as many others" if fitting else "has another form than the method's"
             refused[client] = ReplyDefect("reply", why)
         elif findings[client].form != usual:
-            differing = ReplyDefect(differing_part(findings[client].form, usual), "has another form than most")
+            differing = ReplyDefect(find_differing_part(findings[client].form, usual), "has another form than most")
             refused[client] = differing if findings[client].form else ReplyDefect("reply", WITHHELD)
     sound = {client: finding for client, finding in findings.items() if client not in refused}
-    refused |= far_out(sound, settings.largest, usual_length)
+    refused |= find_outliers(sound, settings.largest, usual_length)
     return {client: refused[client] for client in sorted(refused)}
 
 
-def far_out(findings: Mapping[int, Finding], largest: float | None, usual_length: float) -> dict[int, ReplyDefect]:
+def find_outliers(
+    findings: Mapping[int, Finding], largest: float | None, usual_length: float
+) -> dict[int, ReplyDefect]:
     """Return the clients with a size above `largest` times the median; their replies have one form.
 
     Updates are compared with the largest median of the task's rounds so far: in a round in which most clients have
@@ -153,7 +155,7 @@ def far_out(findings: Mapping[int, Finding], largest: float | None, usual_length
     for name in sorted({name for finding in findings.values() for name in finding.sizes}):
         sizes = {client: finding.sizes[name] for client, finding in findings.items() if name in finding.sizes}
         least = usual_length if name == UPDATE else 0.0
-        medians = [max(median(of_all), least) for of_all in zip(*sizes.values(), strict=True)]
+        medians = [max(compute_median(of_all), least) for of_all in zip(*sizes.values(), strict=True)]
         for client, of_client in sizes.items():
             times = max((size / middle for size, middle in zip(of_client, medians, strict=True) if middle), default=0.0)
             if times > largest:
@@ -161,7 +163,7 @@ def far_out(findings: Mapping[int, Finding], largest: float | None, usual_length
     return outliers
 
 
-def usual_form(forms: Sequence[ReplyForm], fits: Callable[[ReplyForm], bool]) -> ReplyForm | None:
+def find_usual_form(forms: Sequence[ReplyForm], fits: Callable[[ReplyForm], bool]) -> ReplyForm | None:
     """Return the form that most of the fitting replies have; None where several are as frequent."""
     counts = Counter(forms)
     fitting = {form: count for form, count in counts.items() if fits(form)}
@@ -177,30 +179,30 @@ def list_entries(form: ReplyForm, masked: bool = False) -> set[tuple[object, ...
     }
 
 
-def differing_part(form: ReplyForm, usual: ReplyForm) -> str:
+def find_differing_part(form: ReplyForm, usual: ReplyForm) -> str:
     """Return the first part in which two forms differ."""
     return str(next(iter(sorted({entry[0] for entry in {*form} ^ {*usual}}, key=str)), ""))
 
 
-def median(sizes: Iterable[float]) -> float:
+def compute_median(sizes: Iterable[float]) -> float:
     """Return the lower median of the sizes above 0, which more than half of these reach; 0 where there is none."""
     positive = sorted(size for size in sizes if size)
     return positive[(len(positive) - 1) // 2] if positive else 0.0
 
 
-def median_length(findings: Mapping[int, Finding], without: Collection[int]) -> float | None:
+def measure_median_length(findings: Mapping[int, Finding], without: Collection[int]) -> float | None:
     """Return the median length of the accepted updates; `without`: the clients refused."""
-    return to_three_digits(median(lengths_of(findings, without))) or None
+    return to_three_digits(compute_median(list_lengths(findings, without))) or None
 
 
-def farthest(findings: Mapping[int, Finding], without: Collection[int]) -> float | None:
+def measure_farthest(findings: Mapping[int, Finding], without: Collection[int]) -> float | None:
     """Return the length of the longest accepted update, in medians; `without`: the clients refused."""
-    lengths = lengths_of(findings, without)
-    middle = median(lengths)
+    lengths = list_lengths(findings, without)
+    middle = compute_median(lengths)
     return to_three_digits(max(lengths) / middle) if middle else None
 
 
-def lengths_of(findings: Mapping[int, Finding], without: Collection[int]) -> list[float]:
+def list_lengths(findings: Mapping[int, Finding], without: Collection[int]) -> list[float]:
     """Return the lengths of all updates but those of some clients."""
     accepted = (finding.sizes for client, finding in findings.items() if client not in without)
     return [length for sizes in accepted for length in sizes.get(UPDATE, ())]

@@ -27,9 +27,9 @@ import torch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.federation.protection.disclosures import first_without_bound
-from fclmodels.federation.protection.reply_checks import length, number
-from fclmodels.federation.protection.secure_aggregation import LOG, obstacle_to_secure_sums
+from fclmodels.federation.protection.disclosures import find_part_without_bound
+from fclmodels.federation.protection.reply_checks import measure_length, number
+from fclmodels.federation.protection.secure_aggregation import LOG, find_obstacle_to_secure_sums
 from fclmodels.numerics.gaussian_mechanism import compute_epsilon, draw_noise
 from fclmodels.settings.federation import PrivacySettings
 
@@ -62,7 +62,7 @@ def refuse_unfit_method(method: "Method") -> None:
         )
     if obstacle := method.obstacle_to_noise:
         raise UserError(f"federation.privacy: methods.{method.name} {obstacle}")
-    if unbounded := first_without_bound(method):
+    if unbounded := find_part_without_bound(method):
         raise UserError(
             f"federation.privacy: methods.{method.name} sends {unbounded[0]} ({unbounded[1].kind}), which noise "
             "cannot cover. Use another method."
@@ -71,7 +71,7 @@ def refuse_unfit_method(method: "Method") -> None:
         raise UserError(
             "federation.privacy: federation.weighting: samples tells and trusts numbers of samples. Use uniform."
         )
-    if privacy.shared and (obstacle := obstacle_to_secure_sums(method)):
+    if privacy.shared and (obstacle := find_obstacle_to_secure_sums(method)):
         raise UserError(f"federation.privacy: {obstacle} Or set federation.privacy.kind: local.")
     if privacy.shared and federation.attack.kind != "none":
         raise UserError(
@@ -114,7 +114,7 @@ def add_noise(reply: Reply, method: "Method", client: Client, count: int) -> Rep
     unit = privacy.multiplier * math.sqrt(len(bounds) / (count if privacy.shared else 1))
     parts = dict(reply.parts)
     for name, bound in bounds.items():
-        parts[name] = noisy(parts[name], bound, bool(joins), unit * bound, random)
+        parts[name] = add_noise_to_part(parts[name], bound, bool(joins), unit * bound, random)
     if privacy.covers == "knowledge":
         return replace(reply, parts=parts)
     if WEIGHT in parts:
@@ -137,19 +137,19 @@ def bound_of(name: str, part: Part, method: "Method") -> float:
     return bound
 
 
-def noisy(part: Part, bound: float, joins: bool, deviation: float, random: torch.Generator) -> Part:
+def add_noise_to_part(part: Part, bound: float, joins: bool, deviation: float, random: torch.Generator) -> Part:
     """Return the part with noise: clipped to a length, or zeros where the client does not join.
 
     Numbers that are not finite count as 0.
     """
     tensors = {name: X.nan_to_num(0, 0, 0) for name, X in part.tensors.items()}
-    norm = length(tensors)
+    norm = measure_length(tensors)
     factor = joins * (min(1.0, bound / norm) if norm else 1.0)
     noise = {name: draw_noise(X, deviation, random) for name, X in tensors.items()}
     return replace(part, tensors={name: X * factor + noise[name] for name, X in tensors.items()}, noise=deviation)
 
 
-def worth(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:
+def find_largest_epsilon(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:
     """Return epsilon of the client with the most releases in the ledger, and what it covers."""
     privacy = method.run.params.federation.privacy
     up = ledger.filter(pl.col("direction") == "up", pl.col("kind") != "protocol")

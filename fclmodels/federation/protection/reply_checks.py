@@ -44,7 +44,7 @@ def check_part(part: Part, norm: float, payload: Payload, parts: Mapping[str, Pa
     if (part.kind in ("update", "gradient") or (part.kind == "statistics" and part.over)) and part.of in payload:
         check_names_and_shapes(part.tensors, payload[part.of].tensors)
         return
-    if part.kind == "basis" and any(not orthonormal(basis) for basis in part.tensors.values()):
+    if part.kind == "basis" and any(not is_orthonormal(basis) for basis in part.tensors.values()):
         raise PartError("is not orthonormal")
     if not part.noise:
         check_numbers(part)
@@ -77,7 +77,7 @@ def find_misfit_to_bases(parts: Mapping[str, Part], bases: Mapping[str, Tensor])
     return names[0] if names and heights != {layer: (X.shape[:1], X.dtype) for layer, X in bases.items()} else None
 
 
-def orthonormal(basis: Tensor) -> bool:
+def is_orthonormal(basis: Tensor) -> bool:
     """Return whether columns [d, k] are orthonormal; there are at most d of them."""
     if basis.ndim != 2 or basis.shape[1] > basis.shape[0]:
         return False
@@ -197,37 +197,37 @@ def find_overlong_sketch(parts: Mapping[str, Part]) -> str | None:
             total, outside = energies[layer][:2].tolist()
             s = sketch.shape[-1]
             most = (outside + INACCURATE * total) * (s + 2 * math.sqrt(UNLIKELY * s) + 2 * UNLIKELY)
-            if length({layer: sketch}) ** 2 > most:
+            if measure_length({layer: sketch}) ** 2 > most:
                 return name
     return None
 
 
-def sizes_of(part: Part, norm: float) -> list[float]:
+def measure_sizes(part: Part, norm: float) -> list[float]:
     """Return the sizes of a part that are alike among honest clients; norm: of the part, of x where w*x travels."""
     if part.noise:
         return []
     if part.kind == "statistics" and part.over:
         return [norm]
     if part.kind == "reference":
-        return [length({"omega": part.tensors["omega"]})] if "omega" in part.tensors else []
+        return [measure_length({"omega": part.tensors["omega"]})] if "omega" in part.tensors else []
     if part.kind == "energy":
         return [math.sqrt(float(energy[0])) for _, energy in sorted(part.tensors.items())]
     if part.kind == "loss":  # plus one nat: beside a client whose loss is 0 no other's loss is refused
         return [1 + float(part.tensors["loss"]) / max(1.0, float(part.tensors["samples"]))]
     if part.kind == "prototype" and "square" in part.tensors:
-        return [longest_sample(part.tensors["square"].sum(1), part.tensors["weight"])]
+        return [measure_longest_sample(part.tensors["square"].sum(1), part.tensors["weight"])]
     if part.kind == "class-statistics" and "outer" in part.tensors:
-        return [longest_sample(part.tensors["outer"].diagonal(dim1=1, dim2=2).sum(1), part.tensors["weight"])]
+        return [measure_longest_sample(part.tensors["outer"].diagonal(dim1=1, dim2=2).sum(1), part.tensors["weight"])]
     return []
 
 
-def longest_sample(squares: Tensor, counts: Tensor) -> float:
+def measure_longest_sample(squares: Tensor, counts: Tensor) -> float:
     """Return the root of the largest mean square over classes, from sums [C] and counts [C]; 0 where there is none."""
     mean = (squares / counts).nan_to_num(0)
     return math.sqrt(mean.max()) if len(mean) else 0.0
 
 
-def length(tensors: Mapping[str, Tensor]) -> float:
+def measure_length(tensors: Mapping[str, Tensor]) -> float:
     """Return the norm over all floating tensors; not finite where one of their numbers is not."""
     floating = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return math.hypot(*(norm.item() for norm in torch._foreach_norm(floating))) if floating else 0.0

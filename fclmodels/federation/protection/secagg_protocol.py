@@ -61,7 +61,7 @@ class Secrets:
     @property
     def public(self) -> bytes:
         """Both public keys (step 0)."""
-        return public_key(self.shares) + public_key(self.masks)
+        return derive_public_key(self.shares) + derive_public_key(self.masks)
 
 
 # On a client.
@@ -79,7 +79,7 @@ def share_secrets(secrets: Secrets, me: int, keys: Mapping[int, bytes], threshol
         nonce, place = os.urandom(NONCE), client + 1
         pair = of_key[place].to_bytes(shamir.BYTES) + of_seed[place].to_bytes(shamir.BYTES)
         cipher = AESGCM(agree_on_key(secrets.shares, public[:KEY], b"shares"))
-        sealed[client] = nonce + cipher.encrypt(nonce, pair, way(me, client))
+        sealed[client] = nonce + cipher.encrypt(nonce, pair, bind_to_sender(me, client))
     return sealed
 
 
@@ -106,7 +106,7 @@ def reveal_shares(
     opened = {}
     for client, sealed in received.items():
         cipher = AESGCM(agree_on_key(secrets.shares, keys[client][:KEY], b"shares"))
-        pair = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], way(client, me))
+        pair = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], bind_to_sender(client, me))
         opened[client] = pair[shamir.BYTES :] if client in survivors else pair[: shamir.BYTES]
     return opened
 
@@ -131,7 +131,7 @@ def unmask_sum(
         if about in survivors:
             add_stream(total, secret, minus=True)
             continue
-        if public_key(secret) != keys[about][KEY:]:
+        if derive_public_key(secret) != keys[about][KEY:]:
             raise UserError(f"secure aggregation: the shares of client {about}'s key do not fit together.")
         for client in survivors:
             add_stream(total, agree_on_key(secret, keys[client][KEY:], b"masks"), minus=client < about)
@@ -149,7 +149,7 @@ def refuse_too_few(predicate: str, clients: Collection[int], threshold: int) -> 
 # Primitives, all of the package `cryptography`.
 
 
-def public_key(private: bytes) -> bytes:
+def derive_public_key(private: bytes) -> bytes:
     """Return the public key of a private one."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
@@ -160,7 +160,7 @@ def agree_on_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
     return HKDF(SHA256(), KEY, salt=None, info=b"fclflow secagg " + purpose).derive(secret)
 
 
-def way(sender: int, receiver: int) -> bytes:
+def bind_to_sender(sender: int, receiver: int) -> bytes:
     """Return the bytes that bind an encrypted pair of shares to its sender and receiver."""
     return f"{sender}>{receiver}".encode()
 
@@ -169,13 +169,13 @@ def add_stream(values: np.ndarray, seed: bytes, minus: bool = False) -> None:
     """Add PRG(seed), the key stream of AES-256-CTR, or subtract it. A seed serves once, so the nonce can be 0."""
     combine = np.subtract if minus else np.add
     start = 0
-    for piece in key_stream(seed, values.nbytes):
+    for piece in generate_key_stream(seed, values.nbytes):
         end = start + len(piece)
         combine(values[start:end], piece, out=values[start:end])
         start = end
 
 
-def key_stream(seed: bytes, size: int) -> Iterator[np.ndarray]:
+def generate_key_stream(seed: bytes, size: int) -> Iterator[np.ndarray]:
     """Yield the first `size` bytes of a seed's stream, in pieces (uint64)."""
     cipher = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
     for start in range(0, size, len(ZEROS)):

@@ -18,12 +18,12 @@ import torch
 
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.engine.faults import Turnout, leaves_before, secagg_threshold
+from fclmodels.federation.engine.faults import Turnout, compute_secagg_threshold, leaves_before
 from fclmodels.federation.engine.replies import Replies, Tensors
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.protection import inspection, secagg_protocol
-from fclmodels.federation.protection.disclosures import first_without_sum
+from fclmodels.federation.protection.disclosures import find_part_without_sum
 from fclmodels.federation.protection.secagg_protocol import Secrets
 from fclmodels.numerics.fixed_point import decode, encode
 from fclmodels.settings.federation import SecAggSettings
@@ -43,7 +43,7 @@ Messages = dict[int, bytes]  # all of one length, by client: its sender, its rec
 
 def refuse_unfit_method(method: "Method") -> None:
     """Raise UserError, before a run, where a method or a setting needs more than sums."""
-    if obstacle := obstacle_to_secure_sums(method):
+    if obstacle := find_obstacle_to_secure_sums(method):
         raise UserError(f"federation.secagg: {obstacle} Or set federation.secagg.on: false.")
     for task in method.run.splits.tasks:
         if method.sample_size(task.index) < 2:
@@ -53,7 +53,7 @@ def refuse_unfit_method(method: "Method") -> None:
             )
 
 
-def obstacle_to_secure_sums(method: "Method") -> Obstacle | None:
+def find_obstacle_to_secure_sums(method: "Method") -> Obstacle | None:
     """Return why sums are not enough, and a remedy; None where they are."""
     name = method.name
     if method.is_centralised:
@@ -67,7 +67,7 @@ def obstacle_to_secure_sums(method: "Method") -> Obstacle | None:
         return Obstacle(f"federation.aggregation: {rule} compares single replies", "Use mean")
     if obstacle := method.obstacle_to_sums:
         return obstacle
-    if single := first_without_sum(method):
+    if single := find_part_without_sum(method):
         part, kind = single[0], single[1].kind
         return Obstacle(f"methods.{name} sends {part} ({kind}), which the server needs by itself", "Use another method")
     return None
@@ -76,7 +76,7 @@ def obstacle_to_secure_sums(method: "Method") -> Obstacle | None:
 # Messages as tensors.
 
 
-def table(texts: Messages) -> Tensors:
+def pack_messages(texts: Messages) -> Tensors:
     """Return messages as tensors."""
     return {
         "clients": torch.tensor(list(texts), dtype=torch.int32),
@@ -84,26 +84,26 @@ def table(texts: Messages) -> Tensors:
     }
 
 
-def messages(tensors: Tensors) -> Messages:
+def unpack_messages(tensors: Tensors) -> Messages:
     """Return messages from such tensors."""
     rows = (row.tobytes() for row in tensors["bytes"].cpu().numpy())
     return dict(zip(tensors["clients"].tolist(), rows, strict=True))
 
 
-def protocol(tensors: Tensors) -> Part:
+def make_protocol_part(tensors: Tensors) -> Part:
     """Return a part of the protocol's own."""
     return Part("protocol", tensors, "each")
 
 
 def name_clients(clients: Iterable[int]) -> Part:
     """Return a part that lists clients."""
-    return protocol({"clients": torch.tensor(sorted(clients), dtype=torch.int32)})
+    return make_protocol_part({"clients": torch.tensor(sorted(clients), dtype=torch.int32)})
 
 
 # Replies as vectors of the ring. A tensor's name there ends with its original type, which is public.
 
 
-def in_the_ring(reply: Reply, settings: SecAggSettings, clients: int) -> dict[str, Tensors]:
+def encode_reply(reply: Reply, settings: SecAggSettings, clients: int) -> dict[str, Tensors]:
     """Return a reply's parts, encoded, and one more for the log; nothing for an empty reply."""
     parts = {name: part.tensors for name, part in reply.parts.items()}
     if reply.samples:
@@ -124,7 +124,7 @@ def in_the_ring(reply: Reply, settings: SecAggSettings, clients: int) -> dict[st
     return codes
 
 
-def out_of_the_ring(parts: dict[str, Tensors], settings: SecAggSettings, clients: int) -> dict[str, Tensors]:
+def decode_sum(parts: dict[str, Tensors], settings: SecAggSettings, clients: int) -> dict[str, Tensors]:
     """Return the parts of a sum over at most so many clients, with the names and types that the method knows."""
     decoded: dict[str, Tensors] = {}
     for part, tensors in parts.items():
@@ -167,43 +167,52 @@ class MaskStage:
         """Return the masked reply, or none where it fails the client's own check, which a bad client would not run."""
         checks = self.federation.inspection.check and not self._is_bad(client)
         most = self.method.largest_weight(job.task)
-        if checks and inspection.inspect_reply(reply, job.payload_of(client.index), most).defect:
+        if checks and inspection.inspect_reply(reply, job.join_payload(client.index), most).defect:
             return Reply({}, base_round=reply.base_round, withheld=True)
         return mask_reply(reply, job, client.index, self.federation.secagg)
 
     def _is_bad(self, client: Client) -> bool:
         if self.federation.attack.kind == "none":
             return False
-        from fclmodels.federation.protection.attacks import bad_clients
+        from fclmodels.federation.protection.attacks import draw_bad_clients
 
-        return client.index in bad_clients(self.method, client.task)
+        return client.index in draw_bad_clients(self.method, client.task)
 
 
 stage = MaskStage
 
 
-def secrets_file(scratch: Path, me: int) -> Path:
+def find_secrets_file(scratch: Path, me: int) -> Path:
     """Return the file of a client's secrets, from the first step of an exchange to the last."""
     return scratch / f"secagg-{me}.safetensors"
 
 
 def answer_step(job: "Job", me: int, settings: SecAggSettings) -> Reply:
     """Return a client's reply in steps 0, 1 and 3 of the protocol: before and after the masked reply."""
-    file = secrets_file(job.scratch, me)
+    file = find_secrets_file(job.scratch, me)
     if job.question == KEYS:
         secrets = Secrets.new()
-        trees.save({"secrets": table({me: secrets.to_bytes()})}, file)
-        return Reply({KEYS: protocol(table({me: secrets.public}))})
+        trees.save({"secrets": pack_messages({me: secrets.to_bytes()})}, file)
+        return Reply({KEYS: make_protocol_part(pack_messages({me: secrets.public}))})
     if job.question == SHARES:
         state = {**trees.load(file), "keys": job.payload[KEYS].tensors}
         trees.save(state, file)
         secrets, keys, threshold = load_secrets(state, me, settings)
-        return Reply({SHARES: protocol(table(secagg_protocol.share_secrets(secrets, me, keys, threshold)))})
+        return Reply(
+            {SHARES: make_protocol_part(pack_messages(secagg_protocol.share_secrets(secrets, me, keys, threshold)))}
+        )
     secrets, keys, threshold = load_secrets(trees.load(file), me, settings)
     file.unlink()  # so that it answers only once: with both shares of a client the server could unmask that one alone
-    received, survivors = messages(job.payload[str(me)].tensors), job.payload[SURVIVORS].tensors["clients"].tolist()
+    received, survivors = (
+        unpack_messages(job.payload[str(me)].tensors),
+        job.payload[SURVIVORS].tensors["clients"].tolist(),
+    )
     return Reply(
-        {REVEALED: protocol(table(secagg_protocol.reveal_shares(secrets, me, keys, received, survivors, threshold)))}
+        {
+            REVEALED: make_protocol_part(
+                pack_messages(secagg_protocol.reveal_shares(secrets, me, keys, received, survivors, threshold))
+            )
+        }
     )
 
 
@@ -212,8 +221,8 @@ def mask_reply(reply: Reply, job: "Job", me: int, settings: SecAggSettings) -> R
     for name, part in reply.parts.items():
         if part.least != "sum":
             raise UserError(f"secure aggregation: {name} is for single replies, and the server gets sums only.")
-    secrets, keys, _ = load_secrets(trees.load(secrets_file(job.scratch, me)), me, settings)
-    parts = in_the_ring(reply, settings, len(keys))
+    secrets, keys, _ = load_secrets(trees.load(find_secrets_file(job.scratch, me)), me, settings)
+    parts = encode_reply(reply, settings, len(keys))
     if not parts:
         return Reply({})
     vector = join_numbers(parts)
@@ -225,8 +234,12 @@ def mask_reply(reply: Reply, job: "Job", me: int, settings: SecAggSettings) -> R
 
 def load_secrets(state: trees.Tree, me: int, settings: SecAggSettings) -> tuple[Secrets, Messages, int]:
     """Return a client's secrets, all public keys, and the threshold that follows from their number."""
-    keys = messages(state["keys"])
-    return Secrets.of(messages(state["secrets"])[me]), keys, secagg_threshold(len(keys), settings.threshold)
+    keys = unpack_messages(state["keys"])
+    return (
+        Secrets.of(unpack_messages(state["secrets"])[me]),
+        keys,
+        compute_secagg_threshold(len(keys), settings.threshold),
+    )
 
 
 # On the server.
@@ -247,11 +260,13 @@ class Session:
         present = [client for client in turnout.delays if leaving.get(client) != 0]
         self.keys: Messages = {}
         for tensors in self._ask(KEYS, {}, present).values():
-            self.keys |= messages(tensors)
-        self.threshold = secagg_threshold(len(self.keys), settings.threshold)
+            self.keys |= unpack_messages(tensors)
+        self.threshold = compute_secagg_threshold(len(self.keys), settings.threshold)
         present = [client for client in present if leaving.get(client) != 1]
-        sealed = self._ask(SHARES, {KEYS: protocol(table(self.keys))}, present)
-        self.sealed = {sender: messages(tensors) for sender, tensors in sealed.items()}  # encrypted shares, by sender
+        sealed = self._ask(SHARES, {KEYS: make_protocol_part(pack_messages(self.keys))}, present)
+        self.sealed = {
+            sender: unpack_messages(tensors) for sender, tensors in sealed.items()
+        }  # encrypted shares, by sender
 
     @property
     def payload(self) -> Payload:
@@ -267,15 +282,17 @@ class Session:
             "have sent masked replies that pass the checks (training may diverge)", survivors, self.threshold
         )
         sealed_for = {
-            client: protocol(table({sender: sealed[client] for sender, sealed in self.sealed.items()}))
+            client: make_protocol_part(
+                pack_messages({sender: sealed[client] for sender, sealed in self.sealed.items()})
+            )
             for client in survivors
         }
         answers = self._ask(REVEALED, {SURVIVORS: name_clients(survivors)}, survivors, sealed_for)
-        shares = {client: messages(tensors) for client, tensors in answers.items()}
+        shares = {client: unpack_messages(tensors) for client, tensors in answers.items()}
         masked = {name: replies.sum(name) for name in sorted(replies.parts)}
         total = join_numbers(masked)
         secagg_protocol.unmask_sum(total, self.keys, self.sealed.keys(), survivors, shares, self.threshold)
-        sums = out_of_the_ring(split_numbers(total, masked), self.settings, len(self.keys))
+        sums = decode_sum(split_numbers(total, masked), self.settings, len(self.keys))
         return Sums(replies, sums)
 
     def _ask(

@@ -57,7 +57,7 @@ class AuxiliaryNetworks:
         """Return those that live at these places."""
         return [auxiliary for auxiliary in self.auxiliaries if auxiliary.place in places]
 
-    def initial(self) -> dict[str, State]:
+    def create_initial(self) -> dict[str, State]:
         """Return the initial states of those that the server has, by the run's seed."""
         return {a.name: self._draw(a) for a in self.at("averaged", "server")}
 
@@ -75,7 +75,7 @@ class AuxiliaryNetworks:
     def form(self) -> Form:
         """Return the outlines of clients' updates of those that are averaged."""
         return {
-            a.update_part: Part("update", _outline(self._draw(a)), over="weight", of=a.name)
+            a.update_part: Part("update", _make_outline(self._draw(a)), over="weight", of=a.name)
             for a in self.at("averaged")
         }
 
@@ -134,5 +134,5 @@ def copy_state(module: nn.Module) -> State:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}
 
 
-def _outline(state: Mapping[str, Tensor]) -> State:
+def _make_outline(state: Mapping[str, Tensor]) -> State:
     return {name: tensor.to("meta") for name, tensor in state.items() if tensor.is_floating_point()}

@@ -19,12 +19,12 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.executors.base import torch_threads
+from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.settings.schema import AugmentSettings
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 from fclmodels.storage import trees
 from fclmodels.storage.array_cache import load_or_compute
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 
 if TYPE_CHECKING:
     from fclmodels.federation.method import Method
@@ -49,7 +49,7 @@ class Activations:
 
 def activations(client: Client, network: Network, trained: Collection[str]) -> Activations | None:
     """Return the activations of the client's train rows; None where the first block trains, as in the first task."""
-    run, blocks = client.run, still(network, trained)
+    run, blocks = client.run, count_frozen_blocks(network, trained)
     if not blocks:
         return None
     assert run.home is not None
@@ -60,20 +60,20 @@ def activations(client: Client, network: Network, trained: Collection[str]) -> A
         "model": [blocks, *network.spec.settings.items()],
         "data": [run.splits.digest, client.task, hashlib.sha256(rows.samples.tobytes()).hexdigest()],
         "on": [run.device.type, torch.__version__],
-        "code": source_closure(type(network.backbone).__module__),
+        "code": digest_sources(type(network.backbone).__module__),
     }
-    digest = json_digest(about)
+    digest = digest_json(about)
 
     def compute() -> Iterator[Tensor]:
         for batch in run.batches.iterate_ordered(rows, AT_ONCE):
             yield network.backbone.run_first(batch.inputs, blocks)
 
-    with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
+    with set_torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
         arrays = load_or_compute(run.home / "activations", digest, len(rows), compute)
     return Activations(torch.from_numpy(rows.samples), arrays, blocks)
 
 
-def still(network: Network, trained: Collection[str]) -> int:
+def count_frozen_blocks(network: Network, trained: Collection[str]) -> int:
     """Return how many of the first blocks training leaves as they are.
 
     No weight of theirs is trained, and no layer behaves differently in training mode.
@@ -108,7 +108,7 @@ def refuse_what_cannot_be_kept(method: "Method", network: Network) -> None:
     if run.home is None:
         raise UserError(f"{setting}this run has no folder to keep them in. Leave it out.")
     method.set_modes(network, 1)
-    first = network.backbone.blocks[: still(network, method.trainable(network, 1))]
+    first = network.backbone.blocks[: count_frozen_blocks(network, method.trainable(network, 1))]
     if later := [name for name in network.backbone.blocks if name in frozen.difference(first)]:
         changing = network.backbone.blocks[len(first)]
         why = "is trained" if changing not in frozen else "normalises by each batch, or drops units"

@@ -106,13 +106,13 @@ class LocalTraining:
             before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             for optimiser in optimisers:
                 optimiser.step()
-            self.move_from(before, self.method.step(self, self.moved_since(before)))
+            self.move_from(before, self.method.step(self, self.measure_movement(before)))
         self.method.after(self)
         return loss.detach()
 
-    def optimiser_memory(self) -> dict[str, Any]:
+    def collect_optimiser_memory(self) -> dict[str, Any]:
         """Return the optimisers' states as a client remembers them until the task ends."""
-        states = [optimiser_state(optimiser) for optimiser in self._optimisers]
+        states = [read_optimiser_state(optimiser) for optimiser in self._optimisers]
         return {"optimisers": {"task": self.client.task, "states": states}}
 
     def _restore_optimisers(self, optimisers: list[torch.optim.Optimizer]) -> None:
@@ -153,7 +153,7 @@ class LocalTraining:
         """The gradients after the backward pass, by name; a parameter that the loss does not reach has none."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
-    def gradients_of(self, loss: Tensor, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def compute_gradients(self, loss: Tensor, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the gradients of another loss than the step's, of all parameters or some, where it reaches them."""
         parameters = {name: p for name, p in self.parameters.items() if names is None or name in names}
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -169,7 +169,7 @@ class LocalTraining:
         return {name: torch.sub(p, self.start[name], out=places[name]) for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def moved_since(self, origin: dict[str, Tensor]) -> dict[str, Tensor]:
+    def measure_movement(self, origin: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return how far each parameter is from where it was, in new tensors."""
         moved = torch._foreach_sub(list(self.parameters.values()), [origin[name] for name in self.parameters])
         return dict(zip(self.parameters, moved, strict=True))
@@ -181,7 +181,7 @@ class LocalTraining:
             parameter.copy_(before[name] + steps[name])
 
 
-def optimiser_state(optimiser: torch.optim.Optimizer) -> Tree:
+def read_optimiser_state(optimiser: torch.optim.Optimizer) -> Tree:
     """Return the state of an optimiser as a tree: moments and counts, by the place of each parameter."""
     return {str(place): state for place, state in optimiser.state_dict()["state"].items()}
 

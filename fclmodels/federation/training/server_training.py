@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels import machine
-from fclmodels.federation.executors.base import torch_threads
-from fclmodels.federation.training.local_training import optimiser_state, restore_optimiser
+from fclmodels.federation.executors.base import set_torch_threads
+from fclmodels.federation.training.local_training import read_optimiser_state, restore_optimiser
 from fclmodels.randomness import seed_torch
 from fclmodels.storage import trees
 from fclmodels.storage.trees import Tree
@@ -64,7 +64,7 @@ class NetworkTraining(ServerWork):
 
     def state(self) -> Tree:
         networks = {name: dict(network.state_dict()) for name, network in self.networks.items()}
-        return {"networks": networks, "optimisers": [optimiser_state(optimiser) for optimiser in self.optimisers]}
+        return {"networks": networks, "optimisers": [read_optimiser_state(optimiser) for optimiser in self.optimisers]}
 
     def restore(self, state: Tree) -> None:
         for name, network in self.networks.items():
@@ -109,7 +109,7 @@ class ServerTraining:
         reset_peak_memory(self.device)
         before, started = costs, time.perf_counter()
         saved_at = started
-        with torch_threads(self.threads):
+        with set_torch_threads(self.threads):
             for number in range(before["steps"], steps):
                 with seed_torch(*self.key, work.name, number, device=self.device):
                     loss = work.step(number)
@@ -121,7 +121,7 @@ class ServerTraining:
                         "steps": number + 1,
                         "loss": loss,
                         "seconds": before["seconds"] + time.perf_counter() - started,
-                        "peak_bytes": max(before["peak_bytes"], peak_memory(self.device)),
+                        "peak_bytes": max(before["peak_bytes"], read_peak_memory(self.device)),
                     }
                     trees.save({"state": work.state(), "costs": costs}, file)
                     saved_at = time.perf_counter()
@@ -146,8 +146,8 @@ def reset_peak_memory(device: torch.device) -> None:
         return
 
 
-def peak_memory(device: torch.device) -> int:
+def read_peak_memory(device: torch.device) -> int:
     """Return the peak memory in bytes since `reset_peak_memory`: of a GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return machine.peak_memory()
+    return machine.read_peak_memory()

@@ -18,7 +18,7 @@ from fclmodels.backbones.layers.norms import STATISTICS, Blended
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.fedavg import FedAvg, beside_new_rows
+from fclmodels.methods.fedavg import FedAvg, join_new_rows
 
 Anchor = dict[str, Tensor]
 
@@ -78,10 +78,10 @@ def blend(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor], share: fl
     names = [name for name, old in anchor.items() if old.is_floating_point()]
     before, old = [rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names]
     after = zip(names, torch._foreach_lerp(before, old, share), strict=True)
-    return {**weights, **{name: beside_new_rows(w, weights[name]) for name, w in after}}
+    return {**weights, **{name: join_new_rows(w, weights[name]) for name, w in after}}
 
 
-def distance(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> float:
+def measure_distance(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> float:
     """Return ||W - W*|| over the parameters that the anchor has, running statistics left out."""
     names = [name for name, old in anchor.items() if old.is_floating_point() and not name.endswith(STATISTICS)]
     moved = torch._foreach_sub([rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names])

@@ -35,21 +35,24 @@ class Search:
     step: float = FIRST_STEP
     within: bool | None = None  # whether the last loss was within the tolerance; None: D is still infinite
 
-    def best(self, but_last: int = 0) -> float:
+    def find_best_loss(self, but_last: int = 0) -> float:
         """Return the smallest loss, without the last so many rounds."""
         return min(self.losses[: len(self.losses) - but_last], default=math.inf)
 
     def after(self, loss: float, guessing: float, tolerance: float, rounds: int) -> "Search":
         """Return the search after one more round with this loss; guessing: ln C, rounds: of the task."""
         search = replace(self, losses=(*self.losses, loss))
-        slack = tolerance * max(guessing - search.best(), 0.0)
-        if self.within is None and search.best(but_last=math.ceil(rounds / 10)) - search.best() > slack:
+        slack = tolerance * max(guessing - search.find_best_loss(), 0.0)
+        if (
+            self.within is None
+            and search.find_best_loss(but_last=math.ceil(rounds / 10)) - search.find_best_loss() > slack
+        ):
             return search
-        within = loss <= search.best() + slack
+        within = loss <= search.find_best_loss() + slack
         turned = within != (self.within is not False)
         return replace(search, within=within, step=self.step * (CUT if turned else GROWTH))
 
-    def radius(self, drift: float, last: bool) -> float:
+    def compute_radius(self, drift: float, last: bool) -> float:
         """Return D, given the drift of the model whose loss was measured; last: in the last round of the task."""
         if self.within is None:
             return math.inf

@@ -21,7 +21,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
 from fclmodels.federation.run_context import Run
-from fclmodels.methods.parts.replay_memory import samples_memory, stored_samples
+from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.coreset import mix_styles, running_mean, select_by_herding, select_by_relaxation
 from fclmodels.settings.base import Settings as BaseSettings
 
@@ -52,7 +52,7 @@ class CoresetMemory:
     def add_task(self, client: Client, network: Network) -> Memory:
         """Return the client's memory with samples of its task, selected by the features of this network."""
         arriving = client.run.batches.read_raw(client.rows)
-        old = stored_samples(client.memory) or arriving.take(torch.arange(0))
+        old = unpack_samples(client.memory) or arriving.take(torch.arange(0))
         old_features, new_features = embed(client, network, old), embed(client, network, arriving)
         counts = dict(client.memory.get("seen", {}))
         stored, means = [], {}
@@ -68,7 +68,7 @@ class CoresetMemory:
             "labels": torch.tensor(list(means), dtype=torch.int32),
             "means": torch.stack(list(means.values())),
         }
-        samples = samples_memory(Batch.concatenate(stored))
+        samples = pack_samples(Batch.concatenate(stored))
         return {**client.memory, **samples, "seen": counts, "prototypes": prototypes}
 
     def choose(self, client: Client, new: Tensor, mean: Tensor, old: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Distilled(FedAvg):
         )
 
     settings: Settings
-    lessons: Callable[[Client, Payload], Sequence[Lesson]]  # of a client that has downloaded this payload
+    list_lessons: Callable[[Client, Payload], Sequence[Lesson]]  # of a client that has downloaded this payload
     downloads_last_model = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
@@ -82,10 +82,10 @@ class Distilled(FedAvg):
         return {**super().payload(server), **(anchor_payload(server) if self.downloads_last_model else {})}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        lessons = [lesson for lesson in self.lessons(training.client, payload) if lesson.weight]
+        lessons = [lesson for lesson in self.list_lessons(training.client, payload) if lesson.weight]
         spec, start = training.network.spec, training.start
         teachers = [
-            Teacher(networks.load(spec, {**start, **without_heads(weights)}), weights, loss_weight)
+            Teacher(networks.load(spec, {**start, **drop_heads(weights)}), weights, loss_weight)
             for networks, (loss_weight, weights) in zip(self.teacher_networks, lessons, strict=False)
         ]
         training.add(Teachers(teachers))
@@ -112,5 +112,5 @@ class Distilled(FedAvg):
         return torch.stack(losses).sum()
 
 
-def without_heads(weights: Weights) -> Weights:
+def drop_heads(weights: Weights) -> Weights:
     return {name: weight for name, weight in weights.items() if not name.startswith("heads.")}

@@ -19,7 +19,7 @@ from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
 from fclmodels.methods.parts.coreset_memory import embed
-from fclmodels.methods.parts.replay_memory import samples_memory, stored_samples
+from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.coreset import select_by_herding
 from fclmodels.settings.base import Settings as BaseSettings
 
@@ -44,7 +44,7 @@ class ExemplarMemory:
 
     def add_task(self, client: Client, network: Network) -> Memory:
         """Return the client's memory with exemplars of its task, chosen by the features of this network."""
-        old, arriving = stored_samples(client.memory), client.run.batches.read_raw(client.rows)
+        old, arriving = unpack_samples(client.memory), client.run.batches.read_raw(client.rows)
         classes = list_classes(old) if old else []
         labels = arriving.labels.unique().tolist()
         shares = self.share(len(classes) + len(labels))
@@ -61,7 +61,7 @@ class ExemplarMemory:
             else:
                 order = herd(features[places], share)
             parts.append(arriving.take(places[order]))
-        return {**client.memory, **samples_memory(Batch.concatenate(parts))} if parts else client.memory
+        return {**client.memory, **pack_samples(Batch.concatenate(parts))} if parts else client.memory
 
     def share(self, classes: int) -> list[int]:
         """Return how many exemplars each of so many classes has; what is over goes to the first ones."""
@@ -88,7 +88,7 @@ def find_class(samples: Batch, task: int, label: int) -> Tensor:
     return ((samples.tasks == task) & (samples.labels == label)).nonzero().flatten().cpu()
 
 
-def joined_epochs(client: Client, stored: Batch | None) -> Iterator[Iterator[Batch]]:
+def iterate_joined_epochs(client: Client, stored: Batch | None) -> Iterator[Iterator[Batch]]:
     """Yield the round's local epochs over the client's rows and stored raw samples, shuffled together.
 
     Without stored samples they are the client's own, to the bit.

@@ -19,17 +19,17 @@ from fclmodels.backbones.model.prompt_adapters import Adapted, AdaptedVit, Featu
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
-from fclmodels.federation.executors.base import torch_threads
-from fclmodels.federation.messages import Part, outline
+from fclmodels.federation.executors.base import set_torch_threads
+from fclmodels.federation.messages import Part, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.methods.parts.trained_network import TrainedNetwork, Weights
 from fclmodels.plugins import find
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.settings.schema import AugmentSettings
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 from fclmodels.storage import trees
 from fclmodels.storage.array_cache import load_or_compute
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.untrusted import read_json, validate
 
 AT_ONCE = 256  # samples that pass the frozen backbone together, where nothing is trained
@@ -58,7 +58,7 @@ class FrozenBackbone(TrainedNetwork):
         weights, lines = self.run.params.model.weights, []
         if weights is None:
             lines.append("model.weights is not set: the frozen backbone is as it was drawn. fcl pretrain makes one")
-        elif shared := sorted(classes_on_card(weights) & set(self.run.splits.classes)):
+        elif shared := sorted(read_pretrained_classes(weights) & set(self.run.splits.classes)):
             lines.append(f"model.weights was pretrained on classes of this stream: {', '.join(shared)}")
         if self.attaches.uses_queries and not self.shows_prepared_samples:
             lines.append("augment changes pixels: each step asks the frozen backbone for its queries anew")
@@ -70,15 +70,15 @@ class FrozenBackbone(TrainedNetwork):
         privacy = self.run.params.federation.privacy
         return privacy.features if privacy.on else None
 
-    def features_of(self, network: Network, batch: Batch, task: int) -> Features:
+    def compute_features(self, network: Network, batch: Batch, task: int) -> Features:
         """Return the features [B, F] of a batch of the task, by cached queries where there are some."""
         cached = (c if c is None else c[batch.samples].to(batch.inputs.device) for c in (self.queries, self.below))
-        return backbone_of(network).extract(batch.inputs, task, *cached)
+        return get_backbone(network).extract(batch.inputs, task, *cached)
 
     def moments_form(self, network: Network, task: int, bound: float | None = None) -> Part:
         """Return the outline of the moments of a task's classes."""
         rows = len(network.spec.tasks[task]), network.backbone.features
-        return outline("prototype", {"weight": rows[:1], "sum": rows, "square": rows}, torch.float64, bound=bound)
+        return make_outline("prototype", {"weight": rows[:1], "sum": rows, "square": rows}, torch.float64, bound=bound)
 
     # The network: the frozen part is put in once, by `prepare`.
 
@@ -92,7 +92,7 @@ class FrozenBackbone(TrainedNetwork):
     @cached_property
     def attached(self) -> Adapted:
         """The backbone, read or initialised once, with the first prompts."""
-        return backbone_of(build_network(self.run.spec(1), self.run.generator("init"))).to(self.run.device)
+        return get_backbone(build_network(self.run.spec(1), self.run.generator("init"))).to(self.run.device)
 
     @property
     def frozen(self) -> FeatureNet:
@@ -100,7 +100,7 @@ class FrozenBackbone(TrainedNetwork):
 
     def prepare(self, network: nn.Module) -> None:
         assert isinstance(network, Network)
-        backbone_of(network).frozen = self.frozen
+        get_backbone(network).frozen = self.frozen
 
     def initial_weights(self, spec: ModelSpec) -> Weights:
         weights = {name: t for name, t in super().initial_weights(spec).items() if not name.startswith(FROZEN)}
@@ -163,12 +163,12 @@ class FrozenBackbone(TrainedNetwork):
                 labels = nothing[: len(images)]
                 yield layers(self.run.batches.prepare_inputs(Batch(images.to(self.run.device), labels, labels)).inputs)
 
-        with torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
+        with set_torch_threads(1), torch.inference_mode():  # the same to the bit whoever computes them
             return load_or_compute(
-                self.run.home / "queries", self._cache_key(name, *about), len(splits.images), compute
+                self.run.home / "queries", self._compute_cache_key(name, *about), len(splits.images), compute
             )
 
-    def _cache_key(self, name: str, *about: int) -> str:
+    def _compute_cache_key(self, name: str, *about: int) -> str:
         """Return a digest of all that the cached array depends on."""
         model, splits = self.run.params.model, self.run.splits
         content = {
@@ -177,12 +177,12 @@ class FrozenBackbone(TrainedNetwork):
             "model": model.model_dump(mode="json", exclude={"weights"}),
             "data": [splits.prepared_digest, splits.mean, splits.std],
             "on": [self.run.device.type, torch.__version__],
-            "code": source_closure(find("backbone", model.backbone).__module__),
+            "code": digest_sources(find("backbone", model.backbone).__module__),
         }
-        return json_digest(content)
+        return digest_json(content)
 
 
-def classes_on_card(weights: Path) -> set[str]:
+def read_pretrained_classes(weights: Path) -> set[str]:
     """Return the classes that weights were trained on, where fcl pretrain's card lies beside them."""
     card = weights.with_name("card.json")
     try:
@@ -199,6 +199,6 @@ class _Card(BaseModel):
     classes: list[str] = []
 
 
-def backbone_of(network: Network) -> Adapted:
+def get_backbone(network: Network) -> Adapted:
     assert isinstance(network.backbone, Adapted)
     return network.backbone

@@ -64,19 +64,19 @@ class GradientAlignment:
         """Return GA of the clients' updates, in the units of their sum; a late one counts less."""
         updates = [tensors for _, tensors in replies.each("update")]
         ages = torch.tensor([replies.facts[client]["weight"] for client in sorted(replies.clients)])
-        return align(updates, self.groups(updates[0]), lambda G: len(updates) * ages.double() * self.weights(G))
+        return align(updates, self.group_names(updates[0]), lambda G: len(updates) * ages.double() * self.weigh(G))
 
     def align(self, vectors: Sequence[Named]) -> dict[str, Tensor]:
         """Return GA of vectors of the same names."""
-        return align(vectors, self.groups(list(vectors[0])), self.weights)
+        return align(vectors, self.group_names(list(vectors[0])), self.weigh)
 
-    def weights(self, G: Tensor) -> Tensor:
+    def weigh(self, G: Tensor) -> Tensor:
         """Return the weights [n] of n vectors in GA, from their Gram matrix [n, n]."""
         factors = equalise_norms(G) if self.settings.normalise else torch.ones(len(G), dtype=torch.float64)
         G = factors[:, None] * G * factors
         return factors * alignment(G, self._minimise(G), self.settings.kappa, self.settings.rescale)
 
-    def groups(self, names: Iterable[str]) -> list[list[str]]:
+    def group_names(self, names: Iterable[str]) -> list[list[str]]:
         """Return the names of weights that are aligned together: all, or each layer's."""
         if not self.settings.layerwise:
             return [list(names)]
@@ -90,6 +90,6 @@ class GradientAlignment:
         return solve_by_descent(G, settings.kappa, **steps)
 
 
-def with_single_updates(form: Form) -> Form:
+def require_single_updates(form: Form) -> Form:
     """Return the form of an answer whose update the server needs by itself."""
     return {**form, "update": replace(form["update"], least="each")}

@@ -33,7 +33,7 @@ class ProjectionSettings(BaseSettings):
 class LocalProjection:
     """Keeps every local step clear of protected spans, of frozen rows of the head, and of biases and norms.
 
-    A method that has it takes `project_gradients` or `projected_step` as its hook (`bend`).
+    A method that has it takes `project_gradients` or `project_optimiser_step` as its hook (`bend`).
     """
 
     def __init__(self, settings: ProjectionSettings, run: Run, subspace: ProtectedSubspace) -> None:
@@ -45,7 +45,7 @@ class LocalProjection:
     def bend(self, method: Method) -> None:
         """Put the projection into a method's hook: of gradients for SGD, else of whole steps."""
         if self.projects_whole_steps:
-            method.step = projected_step
+            method.step = project_optimiser_step
         else:
             method.gradient = project_gradients  # type: ignore[method-assign]
 
@@ -61,16 +61,18 @@ class LocalProjection:
     def start(self, training: LocalTraining, spans: dict[str, Bases]) -> None:
         """Keep a training clear of these spans: `bases` of some layers, `complements` of others."""
         projection = Projection(self.subspace.layers(training.network), **spans)
-        training.add(ProjectedSteps(training, projection, self.frozen_rows(training.network, training.client.task)))
+        training.add(
+            ProjectedSteps(training, projection, self.find_frozen_rows(training.network, training.client.task))
+        )
         if not self.projects_whole_steps:
             training.enclose(projection.project_in_backward(training.network, self.run.params.federation.batch_size))
 
-    def without_frozen_rows(self, network: Network, task: int, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+    def remove_frozen_rows(self, network: Network, task: int, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return changes of weights, by name, that are 0 in frozen rows."""
-        rows = self.frozen_rows(network, task)
+        rows = self.find_frozen_rows(network, task)
         return {n: c.index_fill(0, rows[n].cpu(), 0) if n in rows else c for n, c in changes.items()}
 
-    def frozen_rows(self, network: Network, task: int) -> dict[str, Tensor]:
+    def find_frozen_rows(self, network: Network, task: int) -> dict[str, Tensor]:
         """Return the rows of classes that this task does not have, in a head that tasks share, by parameter.
 
         Where its weight is protected, the biases of classes that come again are frozen like the backbone's.
@@ -90,20 +92,20 @@ class ProjectedSteps:
 
     def __init__(self, training: LocalTraining, projection: Projection, frozen_rows: dict[str, Tensor]) -> None:
         self.projection = projection
-        self.frozen_rows = frozen_rows
+        self.find_frozen_rows = frozen_rows
         self.decay = training.client.run.params.optimizer.weight_decay
-        self.fixed = self._fixed_part(training.start) if self.decay else {}
+        self.fixed = self._compute_fixed_part(training.start) if self.decay else {}
 
     def hold_rows(self, changes: dict[str, Tensor]) -> None:
         """Set changes of frozen rows to 0, in place."""
-        for name, rows in self.frozen_rows.items():
+        for name, rows in self.find_frozen_rows.items():
             if name in changes:
                 changes[name].index_fill_(0, rows, 0)
 
-    def _fixed_part(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _compute_fixed_part(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the part of each weight that stays as it is: C = W Phi Phi^T, and all of a frozen row."""
         fixed = self.projection.compute_protected_part(start)
-        for name, rows in self.frozen_rows.items():
+        for name, rows in self.find_frozen_rows.items():
             fixed.setdefault(name, torch.zeros_like(start[name]))[rows] = start[name][rows]
         return fixed
 
@@ -120,7 +122,7 @@ def project_gradients(training: LocalTraining) -> None:
         torch._foreach_sub_([gradients[name] for name in decaying], fixed, alpha=projected.decay)
 
 
-def projected_step(training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
+def project_optimiser_step(training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimiser's step without what acts on the spans: the hook `step` for other optimisers."""
     projected = training.part(ProjectedSteps)
     assert projected is not None

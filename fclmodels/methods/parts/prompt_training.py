@@ -56,7 +56,7 @@ class PromptTraining:
 
     def weight(self, client: Client) -> float:
         """Return a client's weight in the average."""
-        return client.weight * (rounds_taken(client) if self.counts_rounds else 1)
+        return client.weight * (count_rounds_taken(client) if self.counts_rounds else 1)
 
     def most_rounds(self, task: int) -> int:
         """Return the largest factor of a client's weight in a task."""
@@ -64,20 +64,20 @@ class PromptTraining:
 
     def memory(self, client: Client) -> dict[str, Any]:
         """Return the part of a client's memory about its rounds."""
-        return {"taken": {"task": client.task, "rounds": rounds_taken(client)}}
+        return {"taken": {"task": client.task, "rounds": count_rounds_taken(client)}}
 
     def loss(
         self, training: LocalTraining, batch: Batch, head_loss: Callable[[LocalTraining, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Return eq. 5, with the loss of the head on a batch's features [B, F] and labels [B]."""
-        features = self.backbone.features_of(training.network, batch, training.client.task)
+        features = self.backbone.compute_features(training.network, batch, training.client.task)
         loss = head_loss(training, features.features, batch.labels)
         if features.distance is not None:
             loss = loss + self.settings.matching * features.distance
         return loss
 
 
-def rounds_taken(client: Client) -> int:
+def count_rounds_taken(client: Client) -> int:
     """Return rho: the rounds of the task that the client takes part in, this one too."""
     before = client.memory.get("taken", {"task": -1, "rounds": 0})
     return 1 + (before["rounds"] if before["task"] == client.task else 0)

@@ -109,7 +109,7 @@ class PrototypeInjection:
         client, network, clip = training.client, training.network.eval(), self.backbone.feature_clip
         classes, total = len(network.spec.tasks[client.task]), None
         for batch in self.run.batches.iterate_ordered(client.rows, self.run.params.federation.batch_size):
-            features = self.backbone.features_of(network, batch, client.task).features
+            features = self.backbone.compute_features(network, batch, client.task).features
             if clip is not None:
                 features = clip_rows(features, clip)
             of_batch = moments(features, to_local_labels(network.spec, client.task, batch.labels), classes)

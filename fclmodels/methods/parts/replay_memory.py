@@ -42,11 +42,11 @@ class Replaying(FedAvg):
         """Return the memory with samples of the task; the answer itself is empty."""
         before, arriving = client.memory.get("seen", 0), len(client.rows)
         places = reservoir(before, arriving, self.settings.memory, client.generator("reservoir"))
-        samples = samples_memory(select_samples(client, places))
+        samples = pack_samples(select_samples(client, places))
         return Answer({}, {**client.memory, **samples, "seen": before + arriving})
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        samples = stored_samples(training.client.memory)
+        samples = unpack_samples(training.client.memory)
         if samples is not None:
             training.add(Replay(training.client, samples))
 
@@ -76,18 +76,18 @@ def draw_batch(client: Client, samples: Batch, random: torch.Generator, augmenti
 
 def select_samples(client: Client, places: Tensor) -> Batch:
     """Return the client's samples at these places, numbered over those that it has stored and then the task's."""
-    old = stored_samples(client.memory)
+    old = unpack_samples(client.memory)
     count = 0 if old is None else len(old.labels)
     new = client.run.batches.read_raw(client.rows.take((places[places >= count] - count).numpy()))
     return new if old is None else Batch.concatenate([old.take(places[places < count]), new])
 
 
-def samples_memory(samples: Batch) -> Memory:
+def pack_samples(samples: Batch) -> Memory:
     """Return raw samples as a client remembers them: labels and tasks in the manifest's types."""
     return {"samples": {"raw": samples.inputs, "labels": samples.labels.int(), "tasks": samples.tasks.short()}}
 
 
-def stored_samples(memory: Memory) -> Batch | None:
+def unpack_samples(memory: Memory) -> Batch | None:
     """Return the raw samples that a client remembers."""
     samples = memory.get("samples")
     return samples and Batch(samples["raw"], samples["labels"].long(), samples["tasks"].long())

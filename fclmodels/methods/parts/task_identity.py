@@ -53,7 +53,7 @@ class TipSettings(BaseSettings):
     )
 
 
-def with_own_heads(run: Run, settings: TipSettings) -> Run:
+def give_own_heads(run: Run, settings: TipSettings) -> Run:
     """Return the run with a head for each task, where by default tasks would share one in full.
 
     There a predicted task would change no answer.
@@ -86,18 +86,18 @@ class TaskIdentity:
 
     # On the server.
 
-    def feature_basis(self, server: Server) -> Tensor:
+    def join_feature_bases(self, server: Server) -> Tensor:
         """Return U_1 to U_{t-1} side by side [F, r]."""
         nothing = server.weights["heads.0.weight"][:0].T
-        return torch.cat([nothing, *tip_knowledge(server)["bases"]], dim=1)
+        return torch.cat([nothing, *begin_knowledge(server)["bases"]], dim=1)
 
     def learn_task(self, server: Server, cohort: Cohort, directions: Sequence[Tensor]) -> Server:
         """Return the server that can predict the task just learned, given its clients' directions [F, k]."""
-        before = tip_knowledge(server)
-        bases = [*before["bases"], self._task_basis(self.feature_basis(server), directions)]
-        clients = self.voters(server.task)
+        before = begin_knowledge(server)
+        bases = [*before["bases"], self._extract_task_basis(self.join_feature_bases(server), directions)]
+        clients = self.list_reference_clients(server.task)
         moments = self.settings.tip_later == "moments"
-        present = clients if moments else self.witnesses(server.task)
+        present = clients if moments else self.choose_reference_clients(server.task)
         answers = self._ask(cohort, bases, present) if present else {}
         clients = clients if self.votes else [0]
         tip = {"clients": clients, **merge_references(before, clients, bases, answers).to_tree()}
@@ -106,17 +106,17 @@ class TaskIdentity:
     def router(self, server: Server) -> Router | None:
         return Router.from_tree(server.knowledge["tip"]) if "tip" in server.knowledge else None
 
-    def voters(self, task: int) -> list[int]:
+    def list_reference_clients(self, task: int) -> list[int]:
         """Return the clients that give references of some task so far."""
-        return sorted({client for earlier in range(task + 1) for client in self.witnesses(earlier)})
+        return sorted({client for earlier in range(task + 1) for client in self.choose_reference_clients(earlier)})
 
-    def witnesses(self, task: int) -> list[int]:
+    def choose_reference_clients(self, task: int) -> list[int]:
         """Return the clients of a task that give references of it: the first in a fixed random order."""
         able = set(self.run.splits.list_clients(task))
         order = torch.randperm(self.run.splits.clients, generator=self.run.generator("voters")).tolist()
         return [client for client in order if client in able][: self.settings.tip_voters]
 
-    def _task_basis(self, earlier: Tensor, directions: Sequence[Tensor]) -> Tensor:
+    def _extract_task_basis(self, earlier: Tensor, directions: Sequence[Tensor]) -> Tensor:
         """Return U_t [F, r_t], orthogonal to earlier tasks'; `extend` puts the longest directions first."""
         fresh = extend(earlier, torch.cat(list(directions), dim=1))[:, earlier.shape[1] :]
         return fresh[:, : self.settings.tip_rank].contiguous()
@@ -145,7 +145,7 @@ class TaskIdentity:
         bases = [by_task[str(task)] for task in range(len(by_task))]
         omega, count = torch.zeros(len(bases), len(bases)), torch.zeros(len(bases))
         for task, moment in client.memory["moments"].items():
-            omega[int(task)] = reference(moment, bases)
+            omega[int(task)] = measure_reference(moment, bases)
             count[int(task)] = 1
         memory = client.memory
         if self.settings.tip_later == "zero":
@@ -154,19 +154,19 @@ class TaskIdentity:
 
     def remember(self, client: Client, features: LayerInputs) -> Memory:
         """Return a client's memory with the second moment of this task's features, where it is to give references."""
-        if client.index not in self.witnesses(client.task):
+        if client.index not in self.choose_reference_clients(client.task):
             return client.memory
-        moments = {**client.memory.get("moments", {}), str(client.task): second_moment(features)}
+        moments = {**client.memory.get("moments", {}), str(client.task): compute_second_moment(features)}
         return {**client.memory, "moments": moments}
 
 
-def tip_knowledge(server: Server) -> dict[str, Any]:
+def begin_knowledge(server: Server) -> dict[str, Any]:
     """Return the server's knowledge of tasks' features."""
     knowledge: dict[str, Any] = server.knowledge.get("tip", {"clients": [], "bases": []})
     return knowledge
 
 
-def second_moment(features: LayerInputs) -> Tensor:
+def compute_second_moment(features: LayerInputs) -> Tensor:
     """Return M = A A^T / n [F, F] of features A [F, n], enough for eq. 10 on any basis; of wide ones A / sqrt(n)."""
     A, gram = features.columns, features.gram
     if A is not None and features.width > WIDE:
@@ -176,7 +176,7 @@ def second_moment(features: LayerInputs) -> Tensor:
     return (total / features.count).float()
 
 
-def reference(moment: Tensor, bases: Sequence[Tensor]) -> Tensor:
+def measure_reference(moment: Tensor, bases: Sequence[Tensor]) -> Tensor:
     """Return omega_t = ||U_t^T A||_F / sqrt(n) = sqrt(tr(U_t^T M U_t)) on each basis: [T] (eq. 10).
 
     moment: M [F, F], or of wide features A / sqrt(n) [F, n].

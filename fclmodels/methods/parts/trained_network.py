@@ -28,13 +28,13 @@ class TrainedNetwork:
         """Return the names of the tensors that stay with each client."""
         return list_statistics(network) if self.is_personal else set()
 
-    def undownloaded_names(self, spec: ModelSpec) -> set[str]:
+    def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
         """Return the personal names that no client downloads either: their first values come from the run's seed."""
         return set()
 
     def draw_undownloaded(self, spec: ModelSpec) -> Weights:
         """Return the first values of the tensors that no client downloads."""
-        if not (names := self.undownloaded_names(spec)):
+        if not (names := self.list_undownloaded_names(spec)):
             return {}
         if self._drawn is None or self._drawn[0] != spec:
             weights = self.initial_weights(spec)

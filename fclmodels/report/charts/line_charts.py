@@ -74,7 +74,7 @@ def _draw_curve(line: Series, x_range: tuple[float, float], y_ticks: Sequence[fl
         for piece in pieces
     )
     band = " ".join(
-        "M" + " L".join(f"{scale_x(x, x_range):.1f},{scale_y(y, y_ticks):.1f}" for x, y in _outline(piece)) + " Z"
+        "M" + " L".join(f"{scale_x(x, x_range):.1f},{scale_y(y, y_ticks):.1f}" for x, y in _draw_outline(piece)) + " Z"
         for piece in pieces
         if len(piece) > 1 and all(std is not None for _, _, std in piece)
     )
@@ -98,7 +98,7 @@ def _split_at_gaps(line: Series) -> Iterator[list[Point]]:
             yield [(x, mean, std) for x, mean, std in stretch if mean is not None]
 
 
-def _outline(piece: Sequence[Point]) -> list[tuple[float, float]]:
+def _draw_outline(piece: Sequence[Point]) -> list[tuple[float, float]]:
     """Return the band's outline: along the upper edge and back along the lower one."""
     above = [(x, mean + (std or 0)) for x, mean, std in piece]
     below = [(x, mean - (std or 0)) for x, mean, std in piece]

@@ -71,7 +71,7 @@ def load_used_shares(run: RunFolder) -> pl.DataFrame:
 def draw_prototypes(groups: Sequence[Group]) -> list[Plane]:
     """Draw those of the first run of each group whose server has some: another seed has other features."""
     of_groups = [(group, load_prototypes(group.runs[0])) for group in groups]
-    return [_draw_plane(group, of_run) for group, of_run in of_groups if _span_a_plane([of.mu for of in of_run])]
+    return [_draw_plane(group, of_run) for group, of_run in of_groups if _do_span_a_plane([of.mu for of in of_run])]
 
 
 def load_prototypes(run: RunFolder) -> list[Prototype]:
@@ -147,7 +147,7 @@ def _draw_plane(group: Group, prototypes: Sequence[Prototype]) -> Plane:
     return draw_map(title, spots, f"across: {across} of the means’ variance", f"up: {up} of it", [run.folder])
 
 
-def _span_a_plane(mu: Sequence[np.ndarray]) -> bool:
+def _do_span_a_plane(mu: Sequence[np.ndarray]) -> bool:
     """Return whether they do: two or fewer do not, nor any after training has diverged."""
     points = np.array(mu)
     return bool(len(points) and np.isfinite(points).all() and np.linalg.matrix_rank(points - points.mean(0)) > 1)

@@ -52,7 +52,7 @@ def learned(experiments: Sequence[Experiment]) -> list[pl.DataFrame]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("method", plugins.all_of("method"))
+@pytest.mark.parametrize("method", plugins.load_all("method"))
 def test_every_method_goes_on_from_the_newest_state(
     method: str, stream: str, streams: dict[str, list[Splits]], experiment_of: Callable[..., Experiment], tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_an_edited_source_reruns_everything(
     """Which sources count: test_source_digest.py."""
     experiment_of(home=tmp_path / "home").run(tmp_path / "run")
     steps.clear()
-    monkeypatch.setattr(step_keys, "source_closure", lambda *modules: f"edited {modules}")
+    monkeypatch.setattr(step_keys, "digest_sources", lambda *modules: f"edited {modules}")
     experiment_of(home=tmp_path / "home").run(tmp_path / "run")
     assert steps == ALL
 
@@ -259,7 +259,7 @@ class Second(Listener):
         self.start = start
         self.error: UserError | None = None
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (1, 1, 2):
             with pytest.raises(UserError) as caught:
                 self.start()
@@ -304,10 +304,10 @@ class Log(Listener):
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
-    def task_started(self, task: int, rounds: int) -> None:
+    def on_task_start(self, task: int, rounds: int) -> None:
         self.calls.append(("task", task, rounds))
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.calls.append(("client", task, round, done, of))
 
     def round_done(self, row: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.experiment.exported_model import ExportedModel
 from fclmodels.numerics.task_relevance import Router, relevance
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 from fclmodels.storage import trees
 from fclmodels.storage.sealed_json import write_json
 
@@ -175,7 +175,7 @@ STREAMS = {"classes": {}, "permuted": {"same_classes": True, "permuted": True}}
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("name", sorted(all_of("method")))
+@pytest.mark.parametrize("name", sorted(load_all("method")))
 def test_the_model_of_every_method_answers_as_often_right_as_evaluation_found(
     name: str, stream: str, experiment_of: Callable[..., Experiment], splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:

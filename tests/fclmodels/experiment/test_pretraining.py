@@ -19,7 +19,7 @@ from fclmodels.data.sources.base import Source, catalogue_arrays, make_table
 from fclmodels.data.sources.letters import LETTERS
 from fclmodels.errors import UserError
 from fclmodels.experiment import pretraining
-from fclmodels.experiment.pretraining import Pretraining, half_cosine, refuse_foreign, split_samples, train
+from fclmodels.experiment.pretraining import Pretraining, compute_half_cosine, refuse_foreign, split_samples, train
 from fclmodels.plugins import find
 from fclmodels.randomness import generator
 from fclmodels.settings.pretrain import load_pretrain_params
@@ -111,8 +111,8 @@ def test_one_step_is_adamws(file, letters):
 
 
 def test_the_rate_falls_as_half_a_cosine():
-    assert [half_cosine(x) for x in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
-    assert half_cosine(1 / 3) == pytest.approx(0.75)
+    assert [compute_half_cosine(x) for x in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
+    assert compute_half_cosine(1 / 3) == pytest.approx(0.75)
 
 
 def test_a_loss_that_is_no_number_is_told_with_its_setting(file, letters):

@@ -12,12 +12,12 @@ import pytest
 
 from fclmodels import source_digest
 from fclmodels.backbones.model.prompt_adapters import Adapted
-from fclmodels.experiment.step_keys import MONITORS, identify, modules_of, optional_modules, step_key
+from fclmodels.experiment.step_keys import MONITORS, identify, list_modules, list_optional_modules, step_key
 from fclmodels.federation import evaluation
-from fclmodels.federation.executors.client_work import PROTECTION, stage_modules
+from fclmodels.federation.executors.client_work import PROTECTION, list_stage_modules
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.plugins import all_of, find
-from fclmodels.source_digest import closure
+from fclmodels.plugins import find, load_all
+from fclmodels.source_digest import list_closure
 
 ON_CNN = ("model={backbone: cnn, width: 2, features: 5}",)
 ATTACK = ("federation.attack.kind=label-flip",)
@@ -58,14 +58,14 @@ def change_docstrings(source: bytes) -> bytes:
 @pytest.fixture
 def edit_sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, Edit]], None]]:
     """Makes source_digest read these modules as edited, and all others as they are."""
-    read = source_digest._source
+    read = source_digest._read_source
 
     def forget() -> None:
-        for function in (source_digest._digest_code, source_digest._imports):
+        for function in (source_digest._digest_code, source_digest._list_imports):
             function.cache_clear()
 
     def edit(edits: Mapping[str, Edit]) -> None:
-        monkeypatch.setattr(source_digest, "_source", lambda name: edits.get(name, bytes)(read(name)))
+        monkeypatch.setattr(source_digest, "_read_source", lambda name: edits.get(name, bytes)(read(name)))
         forget()
 
     yield edit
@@ -179,20 +179,20 @@ def test_the_servers_training_counts_for_methods_whose_server_trains(
 
 def modules_of_fedavg_on_cnn() -> set[str]:
     engine = ("fclmodels.federation.engine.rounds", "fclmodels.federation.executors.client_work")
-    return closure([FEDAVG, CNN, *engine])
+    return list_closure([FEDAVG, CNN, *engine])
 
 
 def test_fedavg_on_cnn_depends_on_40_modules_at_most(method_of: Callable[..., FedAvg]) -> None:
     modules = modules_of_fedavg_on_cnn()
     assert len(modules) <= 40, sorted(modules)
-    assert closure(modules_of(method_of(FedAvg, *ON_CNN))) == modules
+    assert list_closure(list_modules(method_of(FedAvg, *ON_CNN))) == modules
 
 
 def test_of_none_of_these_a_comment_or_a_docstring_counts_and_of_each_a_line_of_code_does(
     edit_sources: Callable[..., None],
 ) -> None:
     modules = sorted(modules_of_fedavg_on_cnn())
-    digest = partial(source_digest.source_closure, *modules)
+    digest = partial(source_digest.digest_sources, *modules)
     edit_sources({})
     before = digest()
     for edit in (add_comments, change_docstrings):
@@ -208,9 +208,9 @@ def test_every_import_inside_of_a_function_is_in_the_key_where_it_is_used_or_mak
     method_of: Callable[..., FedAvg],
 ) -> None:
     """Over all that any method's result depends on."""
-    options = {*optional_modules(method_of(FedAvg).run.params), *every_stage(method_of)}
-    plugins = {kind.__module__ for family in ("method", "backbone") for kind in all_of(family).values()}
-    modules = modules_of_fedavg_on_cnn() | closure(plugins | options)
+    options = {*list_optional_modules(method_of(FedAvg).run.params), *every_stage(method_of)}
+    plugins = {kind.__module__ for family in ("method", "backbone") for kind in load_all(family).values()}
+    modules = modules_of_fedavg_on_cnn() | list_closure(plugins | options)
     importers = {name: module for module in modules for name in imports_inside_of_functions(module)}
     missing = {name: importers[name] for name in importers.keys() - options - WITHOUT_EFFECT.keys()}
     assert not missing
@@ -218,7 +218,7 @@ def test_every_import_inside_of_a_function_is_in_the_key_where_it_is_used_or_mak
 
 
 def every_stage(method_of: Callable[..., FedAvg]) -> list[str]:
-    return stage_modules(method_of(FedAvg, *ATTACK, *NOISE, *MASKS).run.params.federation)
+    return list_stage_modules(method_of(FedAvg, *ATTACK, *NOISE, *MASKS).run.params.federation)
 
 
 def test_the_list_of_stages_is_complete(method_of: Callable[..., FedAvg]) -> None:
@@ -228,7 +228,7 @@ def test_the_list_of_stages_is_complete(method_of: Callable[..., FedAvg]) -> Non
 
 def imports_inside_of_functions(module: str) -> set[str]:
     """The project's modules that functions of this one import."""
-    nodes = list(ast.walk(ast.parse(source_digest._source(module))))
+    nodes = list(ast.walk(ast.parse(source_digest._read_source(module))))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     statements = [node for function in functions for node in ast.walk(function)]
     names = {node.module or "" for node in statements if isinstance(node, ast.ImportFrom)}
@@ -237,7 +237,7 @@ def imports_inside_of_functions(module: str) -> set[str]:
 
 
 def test_whoever_attaches_an_adapter_has_its_code_in_the_key() -> None:
-    methods = [kind for kind in all_of("method").values() if issubclass(getattr(kind, "attaches", object), Adapted)]
+    methods = [kind for kind in load_all("method").values() if issubclass(getattr(kind, "attaches", object), Adapted)]
     assert len(methods) > 3
     for kind in methods:
-        assert "fclmodels.backbones.model.prompt_adapters" in closure([kind.__module__]), kind.name
+        assert "fclmodels.backbones.model.prompt_adapters" in list_closure([kind.__module__]), kind.name

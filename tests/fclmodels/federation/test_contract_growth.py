@@ -18,7 +18,7 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.executors.ray.cluster import Actor, RayCluster
-from fclmodels.federation.executors.ray.start import cluster
+from fclmodels.federation.executors.ray.start import connect_cluster
 from fclmodels.federation.server import Server
 
 MakeExperiment = Callable[..., Experiment]
@@ -56,7 +56,7 @@ class Stopped(Exception):  # noqa: N818
 class StopsIn(Listener):
     """An interruption in the last round of the second task."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round) == (1, 2):
             raise Stopped
 
@@ -89,13 +89,13 @@ def reference(
 def idle_actors(two_nodes: object) -> Iterator[None]:
     """Actors on two nodes that are not ended but set up again for the next experiment: their start takes seconds."""
     idle: list[Any] = []
-    start = RayCluster._started
+    start = RayCluster._start_actor
 
     def take(executor: RayCluster) -> Actor:
         return Actor(executor.ray, idle.pop(), executor._set_up) if idle else start(executor)
 
-    with cluster() as ray, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RayCluster, "_started", take)
+    with connect_cluster() as ray, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayCluster, "_start_actor", take)
         patch.setattr(ray, "kill", idle.append)
         yield
 

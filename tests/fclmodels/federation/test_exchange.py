@@ -11,7 +11,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN, Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
@@ -32,7 +32,7 @@ def test_a_reply_holds_the_tensors_that_the_form_names_as_it_says(client: Client
     """Kind, weight, bound and what the server needs are the form's; what a part holds besides stays with the client."""
     form = {
         "mean": Part("prototype", {"mean": torch.empty(2, device="meta")}, "each", over="weight", bound=1.5),
-        "weight": outline("count", {"weight": ()}),
+        "weight": make_outline("count", {"weight": ()}),
     }
     tensors = {"mean": {"mean": MEAN, "secret": SECRET}, "weight": {"weight": torch.tensor(4.0)}}
     reply, memory = exchange_of(tensors, form).reply(client, {})
@@ -47,7 +47,7 @@ def test_a_reply_holds_the_tensors_that_the_form_names_as_it_says(client: Client
 
 
 def test_a_part_that_the_form_does_not_declare_is_refused(client: Client) -> None:
-    exchange = exchange_of({"mean": {"mean": MEAN}, "secret": {"secret": SECRET}}, {"mean": outline("loss", {})})
+    exchange = exchange_of({"mean": {"mean": MEAN}, "secret": {"secret": SECRET}}, {"mean": make_outline("loss", {})})
     with pytest.raises(ValueError, match=r"^moments: the form does not declare secret, which the answer holds$"):
         exchange.reply(client, {})
 
@@ -55,7 +55,7 @@ def test_a_part_that_the_form_does_not_declare_is_refused(client: Client) -> Non
 @pytest.mark.parametrize("tensors", [{}, {"mean": {}}, {"mean": {"secret": SECRET}}])
 def test_what_the_form_declares_has_to_be_there(tensors: dict[str, dict[str, Tensor]], client: Client) -> None:
     with pytest.raises(KeyError, match="mean"):
-        exchange_of(tensors, {"mean": outline("prototype", {"mean": (2,)})}).reply(client, {})
+        exchange_of(tensors, {"mean": make_outline("prototype", {"mean": (2,)})}).reply(client, {})
 
 
 def test_without_a_form_nothing_is_sent(client: Client) -> None:
@@ -84,7 +84,7 @@ class Poll(FedAvg):
 
     def __init__(self, settings: FedAvg.Settings, run: Run) -> None:
         super().__init__(settings, run)
-        form = {"count": outline("count", {"count": ()}, torch.float64)}
+        form = {"count": make_outline("count", {"count": ()}, torch.float64)}
         self.poll = self.declare(Exchange("poll", self.unit_payload, self.count_rows, lambda task, round: form))
         self.totals: list[float] = []
 

@@ -6,7 +6,14 @@ import sys
 import pytest
 import torch
 
-from fclmodels.federation.messages import Part, SharedBuffer, from_bytes, parts_from_tree, parts_to_tree, to_bytes
+from fclmodels.federation.messages import (
+    Part,
+    SharedBuffer,
+    convert_parts_to_tree,
+    convert_tree_to_parts,
+    from_bytes,
+    to_bytes,
+)
 from fclmodels.storage import trees
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -94,7 +101,7 @@ def test_a_part_counts_its_real_bytes(dtype: torch.dtype) -> None:
 def test_parts_survive_the_way_with_kind_and_least() -> None:
     parts = {"x": Part("basis", {"a": torch.ones(2)}, "each"), "y": Part("count", {"a": torch.zeros(1)})}
     buffer = SharedBuffer()
-    back = parts_from_tree(buffer.read(buffer.write(parts_to_tree(parts))))
+    back = convert_tree_to_parts(buffer.read(buffer.write(convert_parts_to_tree(parts))))
     assert {name: (p.kind, p.least, p.bytes) for name, p in back.items()} == {
         "x": ("basis", "each", 8),
         "y": ("count", "sum", 4),

@@ -19,7 +19,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.server import Server
 from fclmodels.methods.agem import Agem, correct_gradients
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.replay_memory import samples_memory
+from fclmodels.methods.parts.replay_memory import pack_samples
 
 ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
 
@@ -86,7 +86,7 @@ def opposed(method: Any, client_of: Callable) -> tuple[Client, Batch]:
     """Client 0 in the second task, which remembers the very images of it, but as the first task's classes."""
     raw = method.run.batches.read_raw(method.rows(1, 0))
     raw = Batch(raw.inputs, 3 - raw.labels, torch.zeros_like(raw.tasks))
-    return client_of(method, 0, 1, memory=samples_memory(raw)), method.run.batches.augment_raw(raw, torch.Generator())
+    return client_of(method, 0, 1, memory=pack_samples(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
 
 def gradients_of(loss: Tensor, network: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -130,7 +130,7 @@ def test_a_step_that_does_no_harm_is_fedavgs(method_of: Callable, client_of: Cal
     updates = []
     for kind in (Agem, FedAvg):
         method = method_of(kind, "federation.batch_size=8", "federation.local_epochs=5", "optimizer.momentum=0.9")
-        memory = samples_memory(method.run.batches.read_raw(method.rows(1, 0)))
+        memory = pack_samples(method.run.batches.read_raw(method.rows(1, 0)))
         client = client_of(method, 0, 1, memory=memory)
         updates.append(method.train(client, method.payload(second_task(method))).tensors["update"])
     assert all(torch.equal(updates[0][name], updates[1][name]) for name in updates[1])
@@ -157,7 +157,7 @@ def test_the_reference_moves_running_statistics_after_the_batch(method_of: Calla
     """Each by a tenth of the way to its own mean."""
     method = method_of(Agem, *ONE_STEP, "model.backbone=resnet18")
     server = second_task(method)
-    client = client_of(method, 0, 1, memory=samples_memory(method.run.batches.read_raw(method.rows(0, 0))))
+    client = client_of(method, 0, 1, memory=pack_samples(method.run.batches.read_raw(method.rows(0, 0))))
     moved = method.train(client, method.payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
     network = method.networks.load(server.spec, server.weights)
     expected = before = server.weights["backbone.bn1.running_mean"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fclmodels.federation.method import Method
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 
-METHODS = all_of("method")
+METHODS = load_all("method")
 MOST_CLASSES = 3  # on the way from Method down to a method, it included
 MOST_DEFINITIONS = 2  # of one function on that way, Method's own included
 

@@ -15,15 +15,15 @@ import torch
 
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.executors.ray.cluster import Actor, RayCluster
-from fclmodels.federation.executors.ray.start import cluster
-from fclmodels.plugins import all_of, find
+from fclmodels.federation.executors.ray.start import connect_cluster
+from fclmodels.plugins import find, load_all
 from fclmodels.storage import trees
 from fclmodels.testing.method_trial import MethodTrial, compare_replies
 from fclmodels.testing.plugin_declaration import check_declaration
 
 MakeExperiment = Callable[..., Experiment]
 
-METHODS = sorted(all_of("method"))
+METHODS = sorted(load_all("method"))
 EXECUTORS = ["serial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("processes", "ray"))]
 # Settings without which a method does not fit the trial's network of two layers.
 LAYERS = {name: (f"methods.{name}.g_layers=[0]", f"methods.{name}.e_layers=[1]") for name in ("fed-dualp", "pip-dualp")}
@@ -77,13 +77,13 @@ def test_lower_precision_stays_within_local_training(
 def kept_actors(two_nodes: object) -> Iterator[None]:
     """Actors on two nodes that are not ended but set up again for the next experiment: their start takes seconds."""
     idle: list[Any] = []
-    started = RayCluster._started
+    started = RayCluster._start_actor
 
     def taken(executor: RayCluster) -> Actor:
         return Actor(executor.ray, idle.pop(), executor._set_up) if idle else started(executor)
 
-    with cluster() as ray, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RayCluster, "_started", taken)
+    with connect_cluster() as ray, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayCluster, "_start_actor", taken)
         patch.setattr(ray, "kill", idle.append)
         yield
 

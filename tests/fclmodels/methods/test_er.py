@@ -14,7 +14,7 @@ from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.federation.client import Client
 from fclmodels.federation.server import Server
 from fclmodels.methods.er import Er
-from fclmodels.methods.parts.replay_memory import samples_memory
+from fclmodels.methods.parts.replay_memory import pack_samples
 
 # One step a round, and memories that are drawn whole: what a draw would choose is no matter.
 ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
@@ -31,7 +31,7 @@ def remembering(method: Any, client_of: Callable, sizes: tuple[int, ...] = (3, 2
     """Client 0 in the third task with so many samples of each earlier one in memory."""
     rows = [method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)]
     raw = method.run.batches.read_raw(Rows.concatenate(rows))
-    return client_of(method, 0, 2, memory=samples_memory(raw)), method.run.batches.augment_raw(raw, torch.Generator())
+    return client_of(method, 0, 2, memory=pack_samples(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
 
 def head_gradient(W: np.ndarray, b: np.ndarray, f: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

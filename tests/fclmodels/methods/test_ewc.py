@@ -29,8 +29,8 @@ RESNET = ("model.backbone=resnet18", "federation.rounds=1")
 class Recording(Ewc):
     """Keeps each client's Fisher of each task, and what it remembers then."""
 
-    def fisher(self, client: Client, network: Any) -> dict[str, Tensor]:
-        fisher = super().fisher(client, network)
+    def measure_fisher(self, client: Client, network: Any) -> dict[str, Tensor]:
+        fisher = super().measure_fisher(client, network)
         self.fishers = {**getattr(self, "fishers", {}), (client.task, client.index): fisher}
         return fisher
 
@@ -106,7 +106,7 @@ def test_over_all_random_signs_it_is_the_expectation_over_the_models_labels(
     found = []
     for signs in itertools.product((0, 1), repeat=2):
         monkeypatch.setattr(torch, "randint", lambda _, shape, signs=signs, **__: torch.tensor([signs]).expand(shape))
-        found.append(method.fisher(client, network))
+        found.append(method.measure_fisher(client, network))
     for name, of_samples in found[0].items():
         exact = sum(w * square[name] for w, square in zip(weights, expected, strict=True))
         torch.testing.assert_close(torch.stack([f[name] for f in found]).mean(0), exact, rtol=1e-4, atol=1e-9)
@@ -117,7 +117,7 @@ def test_at_most_so_many_samples_are_looked_at(method_of: Callable, client_of: C
     method = method_of(Ewc, samples=3, labels="data")
     server = method.start_task(method.setup(), 0)
     network, log_p, columns = log_likelihoods(method, server, client_of(method, 0))
-    fisher = method.fisher(client_of(method, 0), network)["heads.0.bias"]
+    fisher = method.measure_fisher(client_of(method, 0), network)["heads.0.bias"]
     each = [squared(network, p[c])["heads.0.bias"] for p, c in zip(log_p, columns, strict=True)]
     means = [torch.stack(some).mean(0) for some in itertools.combinations(each, 3)]
     assert sum(torch.allclose(fisher, mean, rtol=1e-4) for mean in means) >= 1

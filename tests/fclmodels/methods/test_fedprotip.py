@@ -136,8 +136,8 @@ def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, af
 class Backwards(FedProTIP):
     """Takes in the clients' bases in the other order."""
 
-    def _directions(self, replies: Replies) -> Iterator[Bases]:
-        yield from reversed(list(super()._directions(replies)))
+    def _yield_directions(self, replies: Replies) -> Iterator[Bases]:
+        yield from reversed(list(super()._yield_directions(replies)))
 
 
 def test_the_union_does_not_depend_on_the_order_of_clients(method_of: Callable, federate: Callable) -> None:
@@ -217,7 +217,7 @@ def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Call
     U, V = (torch.linalg.qr(torch.randn(d, 90, generator=random)).Q for d in (300, 90))
     X = U * torch.logspace(0, -2.7, 90) @ V.T
     seen, basis = LayerInputs(300, 90, 90, columns=X), torch.zeros(300, 0)
-    blurred = seen.principal(basis)[0]
+    blurred = seen.decompose_principal(basis)[0]
     assert (blurred.T @ blurred - torch.eye(90)).abs().max() > 1e-4
     sent = method.extract(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"]["layer"]
     assert sent.shape == (300, 90)
@@ -326,7 +326,7 @@ def test_what_most_clients_share_stands_for_a_task(method_of: Callable) -> None:
     e = torch.eye(6)
     known = e[:, 5:]
     found = [e[:, [1]], e[:, [2, 1]], e[:, [3, 5, 1]]]
-    assert_allclose(method.identity._task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
+    assert_allclose(method.identity._extract_task_basis(known, found).abs(), e[:, [1]], atol=1e-6)
 
 
 @pytest.mark.parametrize("exchange", ["bases", "sketch"])
@@ -338,8 +338,8 @@ def test_a_client_with_more_data_counts_more(exchange: str, method_of: Callable,
         X = torch.eye(6)[:, axes] * torch.tensor([9.0, 1.0])
         seen = {"features": LayerInputs(6, 2, total, columns=X)}
         found.append(directions_of(method.extract(client_of(method, 0), seen, nothing))["features"])
-    assert_allclose(method.identity._task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
-    assert_allclose(method.identity._task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
+    assert_allclose(method.identity._extract_task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
+    assert_allclose(method.identity._extract_task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
 
 
 @pytest.mark.parametrize("rule", ["residual-mass", "total-energy"])
@@ -417,20 +417,20 @@ def test_voters_are_a_fixed_part_of_those_that_took_part(
     splits = splits_of(tasks=3, train=MISSING)
     method = method_of(Recording, *MLP, splits=splits, tip_voters=2)
     tips = [server.knowledge["tip"] for server in after_each_task(method)]
-    assert [len(method.identity.witnesses(task)) for task in range(3)] == [2, 2, 2]
+    assert [len(method.identity.choose_reference_clients(task)) for task in range(3)] == [2, 2, 2]
     for task, tip in enumerate(tips):
-        assert tip["clients"] == method.identity.voters(task)
+        assert tip["clients"] == method.identity.list_reference_clients(task)
         known = {(client, t) for client, row in zip(tip["clients"], tip["known"], strict=True) for t in row.nonzero()}
         assert {(client, int(t)) for client, t in known} == {
-            (client, t) for t in range(task + 1) for client in method.identity.witnesses(t)
+            (client, t) for t in range(task + 1) for client in method.identity.choose_reference_clients(t)
         }
     asked = {client for question, client, *_ in method.answers if question == "references"}
     kept = {client for _, client, _, _, memory in method.answers if "moments" in memory}
-    assert kept == asked == set(method.identity.voters(2))
+    assert kept == asked == set(method.identity.list_reference_clients(2))
     other = method_of(Recording, *MLP, splits=splits, tip_voters=2, seed=3)
-    assert [method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).identity.voters(2) for s in range(5)] != [
-        other.identity.voters(2)
-    ] * 5
+    assert [
+        method_of(FedProTIP, splits=splits, tip_voters=2, seed=s).identity.list_reference_clients(2) for s in range(5)
+    ] != [other.identity.list_reference_clients(2)] * 5
 
 
 @pytest.mark.parametrize("clients", [1, 3])
@@ -442,7 +442,7 @@ def test_a_tasks_basis_holds_the_leading_directions_of_all_clients(clients: int,
     found = [
         torch.from_numpy(np.hstack([0.1 * weak, 5.0 * strong[:, 2 * k : 2 * k + 2]])).float() for k in range(clients)
     ]
-    basis = method.identity._task_basis(torch.zeros(30, 0), found).numpy()
+    basis = method.identity._extract_task_basis(torch.zeros(30, 0), found).numpy()
     assert_allclose(projector(basis), strong @ strong.T, atol=1e-4)
 
 

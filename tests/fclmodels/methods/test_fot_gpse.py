@@ -254,7 +254,7 @@ class Interruption(Listener):
     def __init__(self, *moment: int) -> None:
         self.moment = moment
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == self.moment:
             raise KeyboardInterrupt
 
@@ -273,14 +273,14 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
     """In the middle of the last round, and while clients are asked for sketches."""
     settings = (*HARD, *variant, "federation.checkpoint_seconds=0", "federation.clients_per_round=3")
     experiment_of(*settings, method="fot").run(tmp_path / "whole")
-    home, sketch, calls = tmp_path / "home", Fot.sketch, count(1)
+    home, sketch, calls = tmp_path / "home", Fot.draw_sketches, count(1)
 
     def broken(*call: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return sketch(*call)
 
-    monkeypatch.setattr(Fot, "sketch", broken)
+    monkeypatch.setattr(Fot, "draw_sketches", broken)
     with pytest.raises(KeyboardInterrupt):
         experiment_of(*settings, method="fot", home=home).run(tmp_path / "run")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.special import Special, drift, lambda_for, round_down, useful_rounds
+from fclmodels.methods.special import Special, compute_drift, count_useful_rounds, round_down, solve_lambda
 from fclmodels.settings import load as reading
 from fclmodels.settings.describe import explain
 from fclmodels.storage import trees
@@ -69,7 +69,7 @@ def test_the_drift_under_a_constant_update_has_the_closed_form(lam: float, metho
         server = method.aggregate(server, replies)
         moved = sum((server.weights[n][: len(a)] - a).double().square().sum().item() for n, a in anchor.items()) ** 0.5
         expected = sum((1 + lam) ** -k for k in range(1, done + 1))
-        assert drift(lam, done) == pytest.approx(expected)
+        assert compute_drift(lam, done) == pytest.approx(expected)
         assert moved == pytest.approx(length * expected, rel=1e-4)
     fresh = server.weights["heads.0.weight"][2:] - method.start_task(method.setup(), 1).weights["heads.0.weight"][2:]
     torch.testing.assert_close(fresh, torch.full_like(fresh, 0.3), rtol=0, atol=1e-5)
@@ -85,14 +85,14 @@ def test_no_byte_more_is_sent_than_by_fedavg(experiment_of: Callable, tmp_path: 
 @pytest.mark.parametrize(("lam", "rounds"), [(0.05, 81), (0.25, 18), (0.4, 12), (1.0, 6), (1e6, 1)])
 def test_so_many_rounds_are_useful(lam: float, rounds: int) -> None:
     """The first number after which no more than 2 % of the way is left: 0.25 / 1.25^18 < 0.02 * 0.25."""
-    assert useful_rounds(lam) == rounds
-    assert drift(lam, rounds) >= 0.98 / lam > drift(lam, rounds - 1)
+    assert count_useful_rounds(lam) == rounds
+    assert compute_drift(lam, rounds) >= 0.98 / lam > compute_drift(lam, rounds - 1)
 
 
 @pytest.mark.parametrize("rounds", [1, 10, 20, 500])
 def test_the_fitting_lambda_makes_just_these_rounds_useful(rounds: int) -> None:
-    assert useful_rounds(1.001 * lambda_for(rounds)) == rounds
-    assert useful_rounds(0.99 * lambda_for(rounds)) > rounds or rounds == 1
+    assert count_useful_rounds(1.001 * solve_lambda(rounds)) == rounds
+    assert count_useful_rounds(0.99 * solve_lambda(rounds)) > rounds or rounds == 1
 
 
 def test_advice_tells_how_many_rounds_are_useful(method_of: Callable, splits_of: Callable) -> None:
@@ -121,8 +121,8 @@ def test_advice_warns_of_rounds_that_the_anchor_makes_useless(method_of: Callabl
 
 @pytest.mark.parametrize("rounds", [2, 39, 40, 500])
 def test_who_follows_the_advice_is_not_warned_again(rounds: int, method_of: Callable) -> None:
-    assert useful_rounds(round_down(lambda_for(rounds))) >= rounds
-    assert round_down(lambda_for(rounds)) > 0.9 * lambda_for(rounds)
+    assert count_useful_rounds(round_down(solve_lambda(rounds))) >= rounds
+    assert round_down(solve_lambda(rounds)) > 0.9 * solve_lambda(rounds)
 
 
 def test_the_least_lambda_has_advice_too(method_of: Callable) -> None:

@@ -18,7 +18,7 @@ from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import distance
+from fclmodels.methods.parts.anchor import measure_distance
 from fclmodels.methods.parts.anchor_radius import Search, share_within
 from fclmodels.methods.special import Special
 from fclmodels.storage import trees
@@ -38,7 +38,7 @@ def test_there_is_no_anchor_while_the_loss_falls() -> None:
     """By more than 5 % of what is known a round: 2.3 - 0.4 = 1.9, of which 0.095."""
     search = searched([2.3, 1.5, 0.9, 0.6, 0.4], rounds=10)
     assert search.within is None
-    assert search.radius(3.0, last=False) == math.inf
+    assert search.compute_radius(3.0, last=False) == math.inf
     assert searched([2.3, 1.5, 0.9, 0.6, 0.4, 0.31], rounds=10).within is True
 
 
@@ -53,11 +53,11 @@ def test_a_slow_fall_over_many_rounds_is_not_taken_for_its_end() -> None:
 def test_steps_by_hand() -> None:
     """Within: a step of 0.1 x 1.2 inwards. Not any more: half of that outwards, and on so by 1.2 of it."""
     settled = searched([2.3, 0.3, 0.3], rounds=10)
-    assert settled.radius(2.0, last=False) == pytest.approx(2 * math.exp(-0.12))
-    assert settled.radius(2.0, last=True) == 2.0
+    assert settled.compute_radius(2.0, last=False) == pytest.approx(2 * math.exp(-0.12))
+    assert settled.compute_radius(2.0, last=True) == 2.0
     out = settled.after(0.5, GUESSING, 0.05, 10)
     assert (out.within, out.step) == (False, pytest.approx(0.06))
-    assert out.radius(1.5, last=True) == pytest.approx(1.5 * math.exp(0.06))
+    assert out.compute_radius(1.5, last=True) == pytest.approx(1.5 * math.exp(0.06))
     assert out.after(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
     back = out.after(0.3, GUESSING, 0.05, 10)
     assert (back.within, back.step) == (True, pytest.approx(0.03))
@@ -80,7 +80,7 @@ def test_it_finds_the_smallest_drift_that_is_good_enough(far: float, floor: floa
     drift, search, rounds = 0.0, Search(), 40
     for _ in range(rounds):
         search = search.after(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
-        drift = min(search.radius(drift, last=False), drift + far / 4, far)
+        drift = min(search.compute_radius(drift, last=False), drift + far / 4, far)
     best = far * (1 - math.sqrt(0.05 * (GUESSING - floor) / (start - floor)))
     assert drift == pytest.approx(best, rel=0.1)
 
@@ -149,7 +149,7 @@ def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callabl
     anchor, drifts, weights = server.knowledge["anchor"], [0.0], []
     for loss in (2.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.9, 0.9):
         server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))
-        drifts.append(distance(server.weights, anchor))
+        drifts.append(measure_distance(server.weights, anchor))
         share = method.share(server)
         weights.append(share / (1 - share))
         assert method.anchor_weight(server) == 0  # no one lambda, of which a bound of the drift could be told
@@ -158,10 +158,10 @@ def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callabl
         assert after == pytest.approx(before * math.exp(-step), rel=1e-5)
     assert 0 < weights[3] < weights[4] < weights[5]
     assert drifts[8] > drifts[7] > drifts[6]
-    moved = distance({name: w + 0.01 for name, w in server.weights.items()}, anchor)
+    moved = measure_distance({name: w + 0.01 for name, w in server.weights.items()}, anchor)
     unknown = method.aggregate(server, replies_of(server, 5.0, 0.0, tmp_path))
     assert unknown.knowledge["search"] == server.knowledge["search"]
-    assert distance(unknown.weights, anchor) == pytest.approx(moved / (1 + weights[-1]), rel=1e-5)
+    assert measure_distance(unknown.weights, anchor) == pytest.approx(moved / (1 + weights[-1]), rel=1e-5)
 
 
 def test_of_updates_it_reads_nothing_but_how_far_they_go(
@@ -192,7 +192,7 @@ def test_the_last_round_tries_nothing_smaller(
     for round in range(10):
         samples = 0.0 if round in silent else 3.0
         server = method.aggregate(server, replies_of(server, 0.3, samples, tmp_path))
-        drifts.append(distance(server.weights, server.knowledge["anchor"]))
+        drifts.append(measure_distance(server.weights, server.knowledge["anchor"]))
     assert drifts[7] < drifts[6] < drifts[5]
     assert drifts[9] == pytest.approx(drifts[8], rel=1e-5)
 
@@ -213,7 +213,7 @@ def test_guessing_is_among_the_classes_of_the_loss(
     overrides: tuple[str, ...], head: str, classes: int, method_of: Callable, splits_of: Callable
 ) -> None:
     method = method_of(Special, *overrides, splits=splits_of(val=2, head=head), **AUTO)
-    assert method.guessing(method.run.spec(2), 1) == pytest.approx(math.log(classes))
+    assert method.compute_guessing_loss(method.run.spec(2), 1) == pytest.approx(math.log(classes))
 
 
 def test_each_task_is_searched_anew_and_ends_nearer_the_anchor_than_fedavg(
@@ -226,7 +226,7 @@ def test_each_task_is_searched_anew_and_ends_nearer_the_anchor_than_fedavg(
     for ours, theirs in zip(auto[1:], fedavg[1:], strict=True):
         assert len(ours.knowledge["search"]["losses"]) == 12
         assert ours.knowledge["search"].keys() == asdict(Search()).keys()
-        anchored = (distance(server.weights, server.knowledge["anchor"]) for server in (ours, theirs))
+        anchored = (measure_distance(server.weights, server.knowledge["anchor"]) for server in (ours, theirs))
         assert next(anchored) < 0.9 * next(anchored)
 
 
@@ -252,7 +252,7 @@ def test_under_noise_no_client_tells_more_than_its_bound(
     method = method_of(Special, *ALONE, splits=splits_of(val=4), **AUTO)
     payload = method.payload(method.start_task(method.start_task(method.setup(), 0), 1))
     wrong = {name: 1e4 * tensor for name, tensor in payload["weights"].tensors.items()}
-    told = method.val_loss(client_of(method, 0, 1), {"weights": Part("weights", wrong)})
+    told = method.measure_val_loss(client_of(method, 0, 1), {"weights": Part("weights", wrong)})
     assert (told["loss"].item(), told["samples"].item()) == (1, 1)
     assert method.update_form(1, 0)["val"].bound == pytest.approx(2**0.5)
 

@@ -22,7 +22,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedomg import FedOMG
-from fclmodels.methods.parts.replay_memory import samples_memory
+from fclmodels.methods.parts.replay_memory import pack_samples
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.alignment import alignment, solve_exactly
 from fclmodels.numerics.protonet import prototype_loss
@@ -56,7 +56,7 @@ def coreset_of(method: Any, sizes: tuple[int, ...] = (4, 3)) -> tuple[Rows, Memo
     rows = Rows.concatenate([method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)])
     means = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)).abs()
     prototypes = {"labels": torch.arange(4, dtype=torch.int32), "means": means}
-    return rows, {**samples_memory(method.run.batches.read_raw(rows)), "seen": {}, "prototypes": prototypes}
+    return rows, {**pack_samples(method.run.batches.read_raw(rows)), "seen": {}, "prototypes": prototypes}
 
 
 def update_of(method: Any, client: Client) -> Named:
@@ -202,7 +202,7 @@ def test_tasks_that_agree_change_nothing(
     for way in (temporal, "none"):
         method = method_of(Stamp, *overrides, splits=splits, temporal=way, protonet=0)
         _, memory = coreset_of(method)
-        client = client_of(method, 0, 2, memory=memory | samples_memory(method.run.batches.read_raw(method.rows(2, 0))))
+        client = client_of(method, 0, 2, memory=memory | pack_samples(method.run.batches.read_raw(method.rows(2, 0))))
         updates.append(update_of(method, client))
     for name, moved in updates[1].items():
         assert_allclose(updates[0][name], moved, atol=1e-5)
@@ -315,7 +315,7 @@ def test_any_share_of_the_clients_takes_part_and_one_joins_at_the_fifth_task(
 class Stop(Listener):
     """Ends a run in the middle of a round."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (2, 1, 1):
             raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.parts import protected_subspace, task_identity
-from fclmodels.methods.parts.task_identity import reference, second_moment
+from fclmodels.methods.parts.task_identity import compute_second_moment, measure_reference
 from fclmodels.numerics import subspace
 from fclmodels.numerics.sketch import gaussian_sketch
 from fclmodels.numerics.subspace import extend, principal, rank_by_energy, residual
@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 settings, method, splits, home = sys.argv[1:5]
 with Experiment(load_params(settings, sys.argv[5:]), method, 0, Splits.open(Path(splits)), Path(home)) as experiment:
     experiment.run(Path(home) / "run")
-print(json.dumps(machine.peak_memory() / 2**20))
+print(json.dumps(machine.read_peak_memory() / 2**20))
 """
 LAYER = """
 import json, torch
@@ -47,11 +47,11 @@ for task in range(2):
     X = LayerInputs(d, 3000, 3000)
     for _ in range(10):
         X.add(torch.randn(d, 300, generator=random))
-    U, sigma = principal(X.finish().sketch(basis, 768, random))
-    X.energy(), X.energy(basis), X.principal(basis)
+    U, sigma = principal(X.finish().draw_sketch(basis, 768, random))
+    X.measure_energy(), X.measure_energy(basis), X.decompose_principal(basis)
     basis = extend(basis, U[:, :500])
 assert basis.shape == (d, 768), basis.shape
-print(json.dumps(machine.peak_memory() / 2**20))
+print(json.dumps(machine.read_peak_memory() / 2**20))
 """
 
 
@@ -115,9 +115,9 @@ def test_a_wide_layers_leading_directions_are_those_of_all_columns(n: int) -> No
     inputs = observe(X)
     assert inputs.columns is not None
     assert inputs.columns.shape[1] <= 128
-    assert inputs.energy() == pytest.approx(2 * float(X.square().sum()), rel=1e-4)
-    assert inputs.energy(basis) == pytest.approx(2 * float(residual(X, basis).square().sum()), rel=1e-2)
-    U, sigma = inputs.principal(basis)
+    assert inputs.measure_energy() == pytest.approx(2 * float(X.square().sum()), rel=1e-4)
+    assert inputs.measure_energy(basis) == pytest.approx(2 * float(residual(X, basis).square().sum()), rel=1e-2)
+    U, sigma = inputs.decompose_principal(basis)
     exact, lengths, _ = torch.linalg.svd(residual(X, basis), full_matrices=False)
     torch.testing.assert_close(sigma[:20], lengths[:20], rtol=2e-2, atol=0)
     angles = torch.linalg.svdvals(U[:, :20].T @ exact[:, :30])
@@ -153,11 +153,11 @@ def test_a_wide_basis_takes_the_longest_directions_that_it_has_room_for() -> Non
 @pytest.mark.usefixtures("narrow_is_wide")
 def test_references_of_wide_features_are_those_of_their_second_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     X, bases = decaying(0, 400, 90), [torch.linalg.qr(decaying(seed, 400, 5)).Q for seed in (1, 2)]
-    wide = second_moment(observe(X))
+    wide = compute_second_moment(observe(X))
     assert wide.numel() < 400 * 400
-    found = reference(wide, bases)
+    found = measure_reference(wide, bases)
     monkeypatch.setattr(task_identity, "WIDE", 400)
-    torch.testing.assert_close(found, reference(X @ X.T / 90, bases))
+    torch.testing.assert_close(found, measure_reference(X @ X.T / 90, bases))
 
 
 @pytest.mark.usefixtures("narrow_is_wide")

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from fclmodels import metrics
-from fclmodels.federation.monitors.rows import table
+from fclmodels.federation.monitors.rows import make_table
 from fclmodels.report.read_runs import TABLES, Result, RunFolder
 from fclmodels.tables import ACCURACY, LEDGER
 
@@ -142,7 +142,7 @@ def write_confusion(folder, counts, reading="task_predicted", after=None, times=
 
 def write_monitored_run(folder, method, seed, rows, **settings):
     folder = write_run(folder, method, seed, tasks=3, settings=settings)
-    table(rows).write_parquet(folder / "monitors.parquet")
+    make_table(rows).write_parquet(folder / "monitors.parquet")
     return folder
 
 
@@ -250,5 +250,5 @@ def build_run(
         for task in range(3)
         for round in range(rounds)
     ]
-    tables |= {"monitors": table(rows), "rounds": pl.DataFrame(facts, schema=TABLES["rounds"])}
+    tables |= {"monitors": make_table(rows), "rounds": pl.DataFrame(facts, schema=TABLES["rounds"])}
     return RunFolder(Path(f"{method}-{seed}"), Result.model_validate(content), **tables)

@@ -18,7 +18,7 @@ from run_folders import (
 )
 
 from fclmodels.errors import UserError
-from fclmodels.federation.monitors.rows import row
+from fclmodels.federation.monitors.rows import make_row
 from fclmodels.report.comparison import (
     compare_folders,
 )
@@ -74,7 +74,7 @@ def test_the_best_is_bold_but_never_a_reference(folders, text):
 
 
 def test_each_figure_leads_to_the_runs_that_it_is_made_of(tmp_path, folders):
-    monitor_rows = [row("rho", task, 0.5, 0) for task in range(3)]
+    monitor_rows = [make_row("rho", task, 0.5, 0) for task in range(3)]
     watched = write_monitored_run(tmp_path / "fot-7", "fot", 7, monitor_rows)
     text = render_page([*folders[:6], watched])
     anchors = HtmlLinks(text)

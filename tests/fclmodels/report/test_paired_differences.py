@@ -9,7 +9,7 @@ from run_folders import write_run
 from scipy.stats import bootstrap
 
 from fclmodels.report.page import render_page
-from fclmodels.report.paired_differences import bootstrap_interval, pair_groups, pair_groups_by_task
+from fclmodels.report.paired_differences import estimate_interval, pair_groups, pair_groups_by_task
 
 
 def group(values: dict[int, float | None], splits: str = "a") -> Any:
@@ -33,7 +33,7 @@ def test_what_a_seed_adds_to_both_is_in_no_difference() -> None:
 def test_the_interval_is_that_of_scipy_up_to_chance() -> None:
     differences = np.random.default_rng(1).normal(0.03, 0.02, 8)
     theirs = bootstrap((differences,), np.mean, method="percentile", n_resamples=20_000, rng=2).confidence_interval
-    assert bootstrap_interval(differences) == pytest.approx((theirs.low, theirs.high), abs=5e-4)
+    assert estimate_interval(differences) == pytest.approx((theirs.low, theirs.high), abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_tasks_are_paired_one_by_one() -> None:
     shorter = of({0: [0.0], 1: [0.1], 2: [0.2]})
     (task, other), second = pair_groups_by_task([first, better, shorter], "task_aware")
     assert (task.group, task.seeds, task.mean) == (1, 3, pytest.approx(0.2))
-    assert (task.low, task.high) == pytest.approx(bootstrap_interval(np.array([0.1, 0.2, 0.3])))
+    assert (task.low, task.high) == pytest.approx(estimate_interval(np.array([0.1, 0.2, 0.3])))
     assert other.group == 2
     assert (other.mean, other.low, other.high) == pytest.approx((-0.1, -0.1, -0.1))
     assert second == []  # two seeds are too few, and the third method has one task

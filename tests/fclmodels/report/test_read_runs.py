@@ -14,7 +14,7 @@ from run_folders import (
 )
 
 from fclmodels.errors import UserError
-from fclmodels.federation.monitors.rows import row
+from fclmodels.federation.monitors.rows import make_row
 from fclmodels.report.comparison import (
     compare_folders,
 )
@@ -150,10 +150,10 @@ def test_no_folders_at_all(names, tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        row("rho", 3, 0.5),
-        row("beta", 1, 0.5, 0, -1),
-        row("rho", 0, float("nan")),
-        row("rho", 0, None),
+        make_row("rho", 3, 0.5),
+        make_row("beta", 1, 0.5, 0, -1),
+        make_row("rho", 0, float("nan")),
+        make_row("rho", 0, None),
     ],
 )
 def test_monitors_that_cannot_be_are_refused(wrong, tmp_path):

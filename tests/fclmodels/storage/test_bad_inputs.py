@@ -46,7 +46,7 @@ from fclmodels.report.read_runs import read_run
 from fclmodels.settings import load
 from fclmodels.settings.schema import ImageSettings
 from fclmodels.storage import trees
-from fclmodels.storage.digests import file_digest
+from fclmodels.storage.digests import digest_file
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json, write_sealed
 from fclmodels.storage.untrusted import FORMATS, parse_table
@@ -289,7 +289,7 @@ def checkpoints_of_a_task(home: Path) -> Format:
     def read(folder: Path) -> None:
         opened = Checkpoints(folder / "checkpoints" / "key")
         try:
-            position = opened.latest()
+            position = opened.load_latest()
             opened.rounds.rows()
             for file in position.memories.values() if position else ():
                 assert file.is_relative_to(folder)
@@ -300,7 +300,7 @@ def checkpoints_of_a_task(home: Path) -> Format:
     def mend(folder: Path) -> None:
         file = folder / "checkpoints" / "key" / "commit.json"
         commit = resealed(file)
-        commit["digests"] = {name: file_digest(file.parent / name) for name in commit["digests"]}
+        commit["digests"] = {name: digest_file(file.parent / name) for name in commit["digests"]}
         write_sealed(file, commit)
 
     files = ("commit.json", "server-1.safetensors", "memories/5", "rounds.jsonl")

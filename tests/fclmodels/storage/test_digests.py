@@ -3,11 +3,11 @@
 import hashlib
 from pathlib import Path
 
-from fclmodels.storage.digests import begin_digest, file_digest, folder_digests, json_digest
+from fclmodels.storage.digests import begin_digest, digest_file, digest_folder, digest_json
 
 
 def test_json_has_sorted_keys_and_json_dumps_separators() -> None:
-    assert json_digest({"b": [1, 2.5], "a": None}) == hashlib.sha256(b'{"a": null, "b": [1, 2.5]}').hexdigest()
+    assert digest_json({"b": [1, 2.5], "a": None}) == hashlib.sha256(b'{"a": null, "b": [1, 2.5]}').hexdigest()
 
 
 def test_a_digest_goes_on_with_bytes() -> None:
@@ -19,5 +19,5 @@ def test_a_digest_goes_on_with_bytes() -> None:
 def test_files_are_named_by_their_paths_below_the_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(b"x")
-    assert folder_digests(tmp_path) == {"a/b": file_digest(tmp_path / "a" / "b")}
-    assert file_digest(tmp_path / "a" / "b") == hashlib.sha256(b"x").hexdigest()
+    assert digest_folder(tmp_path) == {"a/b": digest_file(tmp_path / "a" / "b")}
+    assert digest_file(tmp_path / "a" / "b") == hashlib.sha256(b"x").hexdigest()

@@ -95,7 +95,7 @@ def test_a_checkpoint_names_nothing_outside_of_its_home(what: str, name: str, tm
     write_sealed(folder / "commit.json", commit)
     opened = Checkpoints(folder)
     with pytest.raises(UserError, match="names no file of this run"):
-        opened.latest()
+        opened.load_latest()
     opened.close()
 
 
@@ -353,8 +353,8 @@ def test_a_checkpoint_is_of_the_runs_model(tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path / "home" / "checkpoints" / name)
         checkpoints.commit(Position(server, {}, 1))
         if name == "right":
-            assert checkpoints.of_model(MLP) is not None
+            assert checkpoints.load_for_model(MLP) is not None
         else:
             with pytest.raises(UserError, match="the state of another model"):
-                checkpoints.of_model(MLP)
+                checkpoints.load_for_model(MLP)
         checkpoints.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fclmodels.plugins import all_of, find
+from fclmodels.plugins import find, load_all
 from fclmodels.testing import check_backbone
 
 Write = Callable[[str, str], Path]
@@ -36,7 +36,7 @@ class MineNet(FeatureNet):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in all_of("backbone") if name != "transformer"]
+    "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in load_all("backbone") if name != "transformer"]
 )
 def test_every_backbone_passes(name: str) -> None:
     check_backbone(find("backbone", name), *SETTINGS.get(name, ()))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fclmodels.plugins import all_of, find
+from fclmodels.plugins import find, load_all
 from fclmodels.testing import check_partition, check_source, check_stream, make_samples
 
 Write = Callable[[str, str], Path]
@@ -27,13 +27,13 @@ def test_a_source_of_other_sources_passes() -> None:
     check_source(find("source", "sequence"), "data.parts=[{source: digits}, {source: digits, name: again}]")
 
 
-@pytest.mark.parametrize("name", all_of("stream"))
+@pytest.mark.parametrize("name", load_all("stream"))
 def test_every_stream_passes(name: str) -> None:
     samples = make_samples(own_label_spaces=name == "datasets")
     check_stream(find("stream", name), *STREAMS.get(name, ()), samples=samples)
 
 
-@pytest.mark.parametrize("name", all_of("partition"))
+@pytest.mark.parametrize("name", load_all("partition"))
 def test_every_partition_passes(name: str) -> None:
     check_partition(find("partition", name))
 

@@ -16,7 +16,7 @@ Write = Callable[[str, str], Path]
 HEAD = """
 import dataclasses, random, torch
 from fclmodels.federation.exchange import Answer
-from fclmodels.federation.messages import outline
+from fclmodels.federation.messages import make_outline
 from fclmodels.methods.fedavg import FedAvg
 class Mine(FedAvg):
     '''Mine.'''
@@ -36,13 +36,13 @@ UNKEYED_RANDOMNESS = """
 """
 ANOTHER_TYPE = """
     def update_form(self, task, round):
-        return super().update_form(task, round) | {"extra": outline("count", {"n": ()}, torch.float64)}
+        return super().update_form(task, round) | {"extra": make_outline("count", {"n": ()}, torch.float64)}
     def further_parts(self, training, payload):
         return {"extra": {"n": torch.zeros(2)}}
 """
 NEGATIVE_COUNT = """
     def update_form(self, task, round):
-        return super().update_form(task, round) | {"extra": outline("count", {"n": ()})}
+        return super().update_form(task, round) | {"extra": make_outline("count", {"n": ()})}
     def further_parts(self, training, payload):
         return {"extra": {"n": torch.tensor(-1.0)}}
 """

@@ -26,7 +26,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.server_training import NetworkTraining
 from fclmodels.methods import diary
 from fclmodels.settings import load
-from fclmodels.source_digest import source_closure
+from fclmodels.source_digest import digest_sources
 from fclmodels.storage import files
 from fclmodels.storage.object_store import Store
 
@@ -81,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # What every fork would otherwise import and read again.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    source_closure(evaluation.__name__, rounds.__name__, noisy.__name__, diary.__name__)
+    digest_sources(evaluation.__name__, rounds.__name__, noisy.__name__, diary.__name__)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 from fclmodels.report.comparison import compare_folders
 from fclmodels.settings.describe import explain
 from flows.cli.app import run_command_line
@@ -164,7 +164,7 @@ def make_app_that_raises(problem: BaseException) -> typer.Typer:
 def test_list_names_every_plugin(fcl: Fcl, here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fcl("list", f"{kind}s", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == list(all_of(kind))
+    assert [row["name"] for row in rows] == list(load_all(kind))
     assert all(row["what"] for row in rows)
 
 

@@ -20,12 +20,12 @@ def report_run(progress: SilentProgress, tasks: int, rounds: int) -> None:
     """Report a complete run, as the engine and the flow do."""
     with progress:
         for task in range(tasks):
-            progress.task_started(task, rounds)
+            progress.on_task_start(task, rounds)
             for round in range(rounds):
                 for done in (1, 2, 3):
-                    progress.client_done(task, round, done, 3)
+                    progress.on_client_done(task, round, done, 3)
                 progress.round_done(make_row(task, round))
-            progress.task_learned(task, SUMMARY, cached=False)
+            progress.on_task_learned(task, SUMMARY, cached=False)
 
 
 def test_lines_are_one_a_task_however_many_rounds() -> None:
@@ -51,7 +51,7 @@ def test_bars_tell_the_time_left_from_the_rounds_done_here() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     bars = BarProgress("fedavg-0", [10, 20], console)
     with bars:
-        bars.task_learned(0, SUMMARY, cached=True)
+        bars.on_task_learned(0, SUMMARY, cached=True)
         bars.round_done(make_row(1, 3, seconds=4.0))
         bars.round_done(make_row(1, 4, seconds=2.0))
     (over_rounds,) = [task for task in bars.bars.tasks if task.total == 30]

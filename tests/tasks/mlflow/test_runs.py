@@ -24,11 +24,11 @@ from fclmodels.backbones.model.network import build_network
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
-from fclmodels.federation.monitors.rows import row, table
+from fclmodels.federation.monitors.rows import make_row, make_table
 from fclmodels.numerics.task_relevance import Router
 from fclmodels.settings.schema import TrackingSettings
 from fclmodels.storage import trees
-from fclmodels.storage.digests import json_digest
+from fclmodels.storage.digests import digest_json
 from fclmodels.storage.sealed_json import write_json
 from tasks.mlflow.artifacts import Matrix, draw_heat_map, log_model, read_matrices, to_table
 from tasks.mlflow.runs import Tracking, log_result, track_experiment
@@ -73,7 +73,7 @@ def make_experiment(faults: bool = False, **changes: Any) -> Experiment:
         **facts,
         params=SimpleNamespace(**kinds),
         splits=SimpleNamespace(digest="5" * 64, folder=Path("data/splits"), grows=False),
-        step=lambda stage, before, task: SimpleNamespace(key=json_digest([stage, before, task, facts["settings"]])),
+        step=lambda stage, before, task: SimpleNamespace(key=digest_json([stage, before, task, facts["settings"]])),
     )
 
 
@@ -163,18 +163,18 @@ def test_answers_are_metrics_where_clients_can_fail(on: bool, settings: Tracking
 
 
 def test_monitors_are_metrics_with_the_step_that_they_belong_to(settings: TrackingSettings, tmp_path: Path) -> None:
-    monitored = table(
+    monitored = make_table(
         [
-            row("rho", 0, 1.0, round=0),
-            row("rho", 1, 0.75, round=1),
-            row("beta", 1, 0.5, round=1, about=0),
-            row("loss_increase", 1, 0.25, about=0),
-            row("used_share", 1, 0.2, layer="backbone.fc1"),
-            row("used_share", 1, 0.3),
-            row("accuracy", 1, 0.5, round=1, about=0),
-            row("accuracy", 1, 0.7, round=1),
-            row("drift", 1, 2.0, round=0),
-            row("drift_bound", 1, 9.0, round=0),
+            make_row("rho", 0, 1.0, round=0),
+            make_row("rho", 1, 0.75, round=1),
+            make_row("beta", 1, 0.5, round=1, about=0),
+            make_row("loss_increase", 1, 0.25, about=0),
+            make_row("used_share", 1, 0.2, layer="backbone.fc1"),
+            make_row("used_share", 1, 0.3),
+            make_row("accuracy", 1, 0.5, round=1, about=0),
+            make_row("accuracy", 1, 0.7, round=1),
+            make_row("drift", 1, 2.0, round=0),
+            make_row("drift_bound", 1, 9.0, round=0),
         ]
     )
     with track_experiment(make_experiment(), settings, tmp_path, print) as tracking:

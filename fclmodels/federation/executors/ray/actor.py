@@ -18,8 +18,8 @@ from fclmodels.errors import UserError
 from fclmodels.federation.engine.replies import TreeSum
 from fclmodels.federation.executors import glibc_malloc
 from fclmodels.federation.executors.client_work import work
-from fclmodels.federation.executors.process_worker import digest_code, job_from_tree, method_of
-from fclmodels.federation.messages import Reply, from_bytes, parts_to_tree, to_bytes
+from fclmodels.federation.executors.process_worker import build_method, convert_tree_to_job, digest_code
+from fclmodels.federation.messages import Reply, convert_parts_to_tree, from_bytes, to_bytes
 from fclmodels.federation.protection import inspection
 from fclmodels.federation.protection.inspection import ReplyForm
 from fclmodels.storage import trees
@@ -72,13 +72,13 @@ class Host:
         settings.write_text(json.dumps(self.facts["params"]))
         if not Path(self.facts["beside"]).exists():
             self.facts["home"] = str(self.folder / "home")
-        self.method = method_of(self.facts, settings, splits)
+        self.method = build_method(self.facts, settings, splits)
         if digest_code(self.method) != self.facts["code"]:
             raise UserError(f"{socket.gethostname()} has another version of {self.method.name}. Install the same one.")
         return {}
 
     def _begin(self, job: bytes) -> Tree:
-        self.job = job_from_tree(from_bytes(job)).to(self.method.run.device)
+        self.job = convert_tree_to_job(from_bytes(job)).to(self.method.run.device)
         return {}
 
     def _run(self, orders: list[Tree]) -> Tree:
@@ -89,14 +89,14 @@ class Host:
             if self.job.summed:
                 classes = self.method.run.splits.count_classes(self.job.task + 1)
                 largest = self.method.largest_weight(self.job.task)
-                finding = inspection.inspect_reply(reply, self.job.payload_of(order["client"]), largest, classes)
+                finding = inspection.inspect_reply(reply, self.job.join_payload(order["client"]), largest, classes)
                 answer |= {"defect": finding.defect, "sizes": finding.sizes}
                 forms.add(finding.form)
-                reply, summed = reply.apart()
+                reply, summed = reply.set_apart()
                 if len(forms) == 1 and not finding.defect:
                     for name, tensors in summed.items():
                         sums.setdefault(name, TreeSum(len(orders))).add(place, tensors)
-            answers.append(answer | {"parts": parts_to_tree(reply.parts)})
+            answers.append(answer | {"parts": convert_parts_to_tree(reply.parts)})
         # Where replies differ or have defects, some are refused, and a sum with them is of no use.
         alike = len(forms) == 1 and not any(answer.get("defect") for answer in answers)
         return {"answers": answers, "sums": {name: total.result() for name, total in sums.items()} if alike else {}}
@@ -112,7 +112,7 @@ class Host:
                 "client": client,
                 "facts": answer.reply.facts,
                 "memory": answer.memory and answer.memory.name,
-                "files": {path.name: content(path) for path in scratch.iterdir() if path.name != memory},
+                "files": {path.name: read_content(path) for path in scratch.iterdir() if path.name != memory},
                 "seconds": answer.seconds,
             }, answer.reply
 
@@ -126,6 +126,6 @@ def answer_or_error(work: Callable[[], Tree]) -> bytes:
         return to_bytes({"user": by_user, "error": str(problem) if by_user else traceback.format_exc()})
 
 
-def content(path: Path) -> torch.Tensor:
+def read_content(path: Path) -> torch.Tensor:
     """Return a file's bytes as a tensor."""
     return torch.from_numpy(np.fromfile(path, np.uint8))

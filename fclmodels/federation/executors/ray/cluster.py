@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import ClientResult, Job
-from fclmodels.federation.executors.process_worker import digest_code, job_to_tree, set_up_of
-from fclmodels.federation.executors.ray.actor import Host, content
-from fclmodels.federation.executors.ray.start import cluster
-from fclmodels.federation.messages import Block, Reply, from_bytes, parts_from_tree, to_bytes
-from fclmodels.federation.protection.inspection import Finding, ReplyDefect, form_of
-from fclmodels.federation.protection.secure_aggregation import secrets_file
+from fclmodels.federation.executors.process_worker import convert_job_to_tree, digest_code, set_up_of
+from fclmodels.federation.executors.ray.actor import Host, read_content
+from fclmodels.federation.executors.ray.start import connect_cluster
+from fclmodels.federation.messages import Block, Reply, convert_tree_to_parts, from_bytes, to_bytes
+from fclmodels.federation.protection.inspection import Finding, ReplyDefect, describe_form
+from fclmodels.federation.protection.secure_aggregation import find_secrets_file
 from fclmodels.plugins import find, is_of_project
 from fclmodels.settings.schema import CHOICES
 from fclmodels.storage import trees
@@ -59,7 +59,7 @@ class RayCluster:
     def __init__(self, method: "Method", params_file: Path, workers: int | None, threads: int) -> None:
         self.method = method
         self._opened = contextlib.ExitStack()
-        self.ray = self._opened.enter_context(cluster(threads * workers if workers else None))
+        self.ray = self._opened.enter_context(connect_cluster(threads * workers if workers else None))
         resources = self.ray.cluster_resources()
         self._count = workers or max(1, int(resources.get("CPU", 1)) // threads)
         self._set_up = json.dumps(
@@ -82,21 +82,21 @@ class RayCluster:
         self._actors: list[Actor] = []
 
     def run(self, job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> Iterator[ClientResult]:
-        remaining, chunks = len(clients), chunks_of(clients, self._count)
+        remaining, chunks = len(clients), split_into_chunks(clients, self._count)
         while len(self._actors) < min(self._count, len(chunks)):
-            self._actors.append(self._started())
-        begin = self.ray.put(to_bytes(job_to_tree(job)))
+            self._actors.append(self._start_actor())
+        begin = self.ray.put(to_bytes(convert_job_to_tree(job)))
         for actor in self._actors:
             actor.begun = False
         deaths = Counter[int | None]()
         try:
             while remaining:
-                while chunks and (free := self._least_busy()):
+                while chunks and (free := self._choose_least_busy()):
                     free.give(chunks.popleft(), begin, lambda clients: _order(job, clients, memories))
-                message, chunk = self._next_message(chunks, deaths)
+                message, chunk = self._receive_message(chunks, deaths)
                 if chunk is not None:
                     remaining -= len(chunk.clients)
-                    yield from _results(message, chunk, job, memories)
+                    yield from _yield_results(message, chunk, job, memories)
         finally:
             if remaining:  # interrupted: nobody reads what these actors still answer
                 self._end_actors()
@@ -106,11 +106,11 @@ class RayCluster:
         self._data = []
         self._opened.close()
 
-    def _started(self) -> "Actor":
+    def _start_actor(self) -> "Actor":
         """Start an actor."""
         return Actor(self.ray, self.ray.remote(Host).options(**self._options).remote(), self._set_up)
 
-    def _least_busy(self) -> "Actor | None":
+    def _choose_least_busy(self) -> "Actor | None":
         """Return the actor for the next chunk: none gets its second chunk before all have their first."""
         free = [actor for actor in self._actors if actor.ready and actor.chunks < AHEAD]
         return min(free, key=lambda actor: actor.chunks, default=None)
@@ -120,25 +120,25 @@ class RayCluster:
             actor.end()
         self._actors = []
 
-    def _next_message(self, chunks: deque[Chunk], deaths: Counter[int | None]) -> tuple[Tree, Chunk | None]:
+    def _receive_message(self, chunks: deque[Chunk], deaths: Counter[int | None]) -> tuple[Tree, Chunk | None]:
         """Return answers and their chunk; no chunk where an actor has become ready, or was lost and replaced."""
-        actor = self._next_to_answer()
+        actor = self._wait_for_actor()
         try:
             message, chunk = actor.answer()
         except self.ray.exceptions.RayError as problem:
             lost = actor.end()
             chunks.extendleft(reversed(lost))
-            self._actors[self._actors.index(actor)] = self._started()
+            self._actors[self._actors.index(actor)] = self._start_actor()
             if lost or not actor.ready:
                 self._count_death(deaths, lost[0] if lost else None, problem)
             return {}, None
         if "needs data" in message:
-            actor.call("fetch", *self._data_refs())
+            actor.call("fetch", *self._publish_data())
         elif chunk is None:
             actor.ready = True
         return message, chunk
 
-    def _next_to_answer(self) -> "Actor":
+    def _wait_for_actor(self) -> "Actor":
         """Return an actor whose oldest call has ended. Meanwhile Ray starts actors where it has room."""
         calls = {actor.waiting[0][0]: actor for actor in self._actors if actor.waiting}
         while not (finished := self.ray.wait(list(calls), timeout=PATIENCE)[0]):
@@ -150,7 +150,7 @@ class RayCluster:
                 )
         return calls[finished[0]]
 
-    def _data_refs(self) -> list[Any]:
+    def _publish_data(self) -> list[Any]:
         """Return the splits' files, in the object store from now on: name, content, name, content ..."""
         if not self._data:
             for name, content in self.method.run.splits.read_files().items():
@@ -217,20 +217,24 @@ def _order(job: Job, clients: Sequence[int], memories: Mapping[int, Path]) -> by
     """Return an order to run clients, with the files of their memories."""
     orders = []
     for client in clients:
-        files = [path for path in (memories.get(client), secrets_file(job.scratch, client)) if path and path.exists()]
+        files = [
+            path for path in (memories.get(client), find_secrets_file(job.scratch, client)) if path and path.exists()
+        ]
         memory = memories[client].name if client in memories else None
-        orders.append({"client": client, "memory": memory, "files": {path.name: content(path) for path in files}})
+        orders.append({"client": client, "memory": memory, "files": {path.name: read_content(path) for path in files}})
     return to_bytes(orders)
 
 
-def _results(message: Tree, chunk: Chunk, job: Job, memories: Mapping[int, Path]) -> Iterator[ClientResult]:
+def _yield_results(message: Tree, chunk: Chunk, job: Job, memories: Mapping[int, Path]) -> Iterator[ClientResult]:
     """Yield the results of a chunk's clients; the last one has the block of their sums."""
     for answer in message["answers"]:
-        client, reply = answer["client"], Reply(parts_from_tree(answer["parts"]), **answer["facts"])
+        client, reply = answer["client"], Reply(convert_tree_to_parts(answer["parts"]), **answer["facts"])
         result = ClientResult(client, reply, _store_files(answer, job, memories.get(client)), answer["seconds"])
         if job.summed:
             finding = Finding(
-                ReplyDefect(*answer["defect"]) if answer["defect"] else None, form_of(reply.parts), answer["sizes"]
+                ReplyDefect(*answer["defect"]) if answer["defect"] else None,
+                describe_form(reply.parts),
+                answer["sizes"],
             )
             has_block = answer is message["answers"][-1] and message["sums"]
             block = Block(chunk.level, chunk.place, message["sums"]) if has_block else None
@@ -240,7 +244,7 @@ def _results(message: Tree, chunk: Chunk, job: Job, memories: Mapping[int, Path]
 
 def _store_files(answer: Tree, job: Job, before: Path | None) -> Path | None:
     """Store a client's files in the job's scratch folder; return the file of its memory from now on."""
-    secrets = secrets_file(job.scratch, answer["client"])
+    secrets = find_secrets_file(job.scratch, answer["client"])
     if secrets.name not in answer["files"]:
         secrets.unlink(missing_ok=True)
     for name, data in answer["files"].items():
@@ -251,7 +255,7 @@ def _store_files(answer: Tree, job: Job, before: Path | None) -> Path | None:
     return job.scratch / answer["memory"] if answer["memory"] in answer["files"] else before
 
 
-def chunks_of(clients: Sequence[int], actors: int) -> deque[Chunk]:
+def split_into_chunks(clients: Sequence[int], actors: int) -> deque[Chunk]:
     """Return chunks of clients in their order, each of a power of two: its sum is a node of the tree over all."""
     level = int(math.log2(max(1, len(clients) / (actors * CHUNKS))))
     starts = range(0, len(clients), 2**level)

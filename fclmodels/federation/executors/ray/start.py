@@ -11,7 +11,7 @@ from secrets import token_hex
 from types import ModuleType
 
 from fclmodels.errors import UserError
-from fclmodels.federation.executors.auto_choice import cores
+from fclmodels.federation.executors.auto_choice import count_cores
 
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 # At "0" 127.0.0.1 stays what it is, and a cluster there listens on the loopback interface alone; read by `import ray`.
@@ -19,14 +19,14 @@ LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @contextlib.contextmanager
-def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
+def connect_cluster(cpus: int | None = None) -> Iterator[ModuleType]:
     """Yield Ray, connected to the cluster of RAY_ADDRESS or to a new one on this machine, with so many CPUs or all."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         os.environ.setdefault(LOOPBACK, "0")
         os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
-    ray = ray_module()
+    ray = import_ray()
     if ray.is_initialized():
         yield ray
         return
@@ -36,7 +36,7 @@ def cluster(cpus: int | None = None) -> Iterator[ModuleType]:
     with contextlib.ExitStack() as opened:
         if address is None:
             folder = tempfile.TemporaryDirectory(prefix="fcl-ray-", dir="/tmp", ignore_cleanup_errors=True)
-            own = {"num_cpus": cpus or cores(), "_temp_dir": opened.enter_context(folder)}
+            own = {"num_cpus": cpus or count_cores(), "_temp_dir": opened.enter_context(folder)}
             ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **own, **QUIET)
         else:
             join(ray, address)
@@ -71,7 +71,7 @@ def refuse_silence(address: str) -> None:
         ) from problem
 
 
-def ray_module() -> ModuleType:
+def import_ray() -> ModuleType:
     """Return the package ray; UserError where it is not installed."""
     try:
         return importlib.import_module("ray")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.inputs.block_outputs import block_outputs
+from fclmodels.backbones.inputs.block_outputs import capture_block_outputs
 from fclmodels.backbones.model.network import Network, build_network
 from fclmodels.backbones.model.spec import ModelSpec
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 
 SETTINGS = {
     "mlp": {"hidden": 7, "dropout": [0, 0]},
@@ -35,12 +35,12 @@ def build(name: str, encoder: Path) -> tuple[Network, Tensor]:
     return network, torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", sorted(set(all_of("backbone")) - {"noisy"}))
+@pytest.mark.parametrize("name", sorted(set(load_all("backbone")) - {"noisy"}))
 def test_every_backbone_gives_all_of_its_blocks_and_its_features_stay_the_same(name: str, encoder: Path) -> None:
     network, x = build(name, encoder)
     backbone = network.backbone
     before = backbone(x)
-    with block_outputs(backbone, backbone.blocks) as outputs:
+    with capture_block_outputs(backbone, backbone.blocks) as outputs:
         features = backbone(x)
     assert outputs.keys() == set(backbone.blocks)
     assert all(len(output) == len(x) and output.isfinite().all() for output in outputs.values())
@@ -50,7 +50,7 @@ def test_every_backbone_gives_all_of_its_blocks_and_its_features_stay_the_same(n
         sum(output.square().sum() for output in outputs.values()), parameters, allow_unused=True
     )
     assert any(gradient is not None and gradient.any() for gradient in through)
-    with block_outputs(backbone, []) as nothing:
+    with capture_block_outputs(backbone, []) as nothing:
         backbone(x)
     assert not nothing
 
@@ -58,7 +58,7 @@ def test_every_backbone_gives_all_of_its_blocks_and_its_features_stay_the_same(n
 def test_an_output_is_what_the_block_returns_though_a_relu_works_in_place() -> None:
     network, x = build("mlp", Path())
     backbone = network.backbone
-    with block_outputs(backbone, ["fc1", "fc2"]) as outputs:
+    with capture_block_outputs(backbone, ["fc1", "fc2"]) as outputs:
         backbone(x)
     first = nn.functional.linear(x.flatten(1), backbone.fc1.weight, backbone.fc1.bias)
     torch.testing.assert_close(outputs["fc1"], first)
@@ -71,7 +71,7 @@ def test_an_output_is_what_the_block_returns_though_a_relu_works_in_place() -> N
 def test_the_gradient_of_a_distance_between_two_networks_is_that_of_autograd() -> None:
     network, x = build("cnn", Path())
     backbone = network.backbone
-    with block_outputs(backbone, ["conv2"]) as outputs:
+    with capture_block_outputs(backbone, ["conv2"]) as outputs:
         backbone(x)
         distance = (outputs["conv2"] - 1).square().mean()
     (mine,) = torch.autograd.grad(distance, [backbone.conv1.weight])
@@ -86,7 +86,7 @@ def test_of_an_adapted_backbone_they_are_those_of_the_pass_with_prompts() -> Non
     spec = ModelSpec(settings, (3, 32, 32), "growing", ((0, 1),), adapter)
     network = build_network(spec, torch.Generator().manual_seed(0)).eval()
     x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    with block_outputs(network.backbone, ["layers.0"]) as outputs:
+    with capture_block_outputs(network.backbone, ["layers.0"]) as outputs:
         network.backbone(x)
     assert outputs["layers.0"].requires_grad  # the query, a pass before it, has no gradient
 
@@ -95,15 +95,15 @@ def test_what_is_no_block_is_refused_by_name() -> None:
     network, _ = build("cnn", Path())
     with (
         pytest.raises(ValueError, match=r"conv3 is not a block of CnnNet. Did you mean conv2\?"),
-        block_outputs(network.backbone, ["conv3"]),
+        capture_block_outputs(network.backbone, ["conv3"]),
     ):
         pass
 
 
 def test_after_it_nothing_is_noted_even_if_the_pass_failed() -> None:
     network, x = build("cnn", Path())
-    with pytest.raises(RuntimeError), block_outputs(network.backbone, ["conv1"]):
+    with pytest.raises(RuntimeError), capture_block_outputs(network.backbone, ["conv1"]):
         network.backbone(x[:, :1])
-    with block_outputs(network.backbone, ["conv2"]) as outputs:
+    with capture_block_outputs(network.backbone, ["conv2"]) as outputs:
         network.backbone(x)
     assert outputs.keys() == {"conv2"}

@@ -279,9 +279,9 @@ def test_a_stream_is_the_whole_matrix(monkeypatch, dtype, samples, share, column
             assert X.shape[1] > column_limit
             assert observed.gram.dtype == torch.float64
             assert_allclose(observed.gram, X @ X.T, atol=tolerance * energy)
-        assert observed.energy() == pytest.approx(energy, rel=tolerance)
-        assert observed.energy(Phi) == pytest.approx((outside**2).sum(), rel=tolerance, abs=tolerance * energy)
-        U, sigma = observed.principal(Phi)
+        assert observed.measure_energy() == pytest.approx(energy, rel=tolerance)
+        assert observed.measure_energy(Phi) == pytest.approx((outside**2).sum(), rel=tolerance, abs=tolerance * energy)
+        U, sigma = observed.decompose_principal(Phi)
         expected = np.linalg.svd(outside, compute_uv=False)
         # A Gram matrix of float32 products knows singular values to the root of its rounding.
         assert_allclose(sigma[: len(expected)], expected, atol=5e-4 * energy**0.5)
@@ -289,7 +289,7 @@ def test_a_stream_is_the_whole_matrix(monkeypatch, dtype, samples, share, column
         parts = (U * sigma).double().numpy()
         assert_allclose(parts @ parts.T, outside @ outside.T, atol=3 * tolerance * energy)
         if share < 1:
-            q = observed.energy(Phi) / observed.energy()
+            q = observed.measure_energy(Phi) / observed.measure_energy()
             exact = torch.from_numpy(expected)
             assert rank_by_energy(sigma, q, 0.95) == rank_by_energy(exact, (outside**2).sum() / energy, 0.95)
             assert rank_by_mass(sigma, 0.8) == rank_by_mass(exact, 0.8)
@@ -306,10 +306,10 @@ def test_what_lies_in_the_span_adds_no_rank():
     for samples in (50, 5000):
         x = data(samples, 10, dtype=torch.float32) @ Phi.T
         observed = observe_inputs(network, layers, x.split(100), samples, None, random())["backbone.0"]
-        assert observed.energy(Phi) < 1e-6 * observed.energy()
-        assert rank_by_mass(observed.principal(Phi)[1], 0.9) == 0
+        assert observed.measure_energy(Phi) < 1e-6 * observed.measure_energy()
+        assert rank_by_mass(observed.decompose_principal(Phi)[1], 0.9) == 0
         fewer = Phi[:, :9].contiguous()
-        assert rank_by_mass(observed.principal(fewer)[1], 0.999) == 1
+        assert rank_by_mass(observed.decompose_principal(fewer)[1], 0.999) == 1
 
 
 def test_a_layer_that_sees_only_zeros():
@@ -318,9 +318,9 @@ def test_a_layer_that_sees_only_zeros():
     for samples in (3, 3000):
         observed = observe_inputs(network, layers, [torch.zeros(samples, 4)], samples, None, random())["backbone.0"]
         Phi = torch.zeros(4, 0)
-        assert observed.energy() == observed.energy(Phi) == 0
-        assert not observed.sketch(Phi, 6, random()).any()
-        assert rank_by_mass(observed.principal(Phi)[1], 0.9) == 0
+        assert observed.measure_energy() == observed.measure_energy(Phi) == 0
+        assert not observed.draw_sketch(Phi, 6, random()).any()
+        assert rank_by_mass(observed.decompose_principal(Phi)[1], 0.9) == 0
 
 
 def test_inputs_that_are_later_overwritten_in_place():
@@ -403,10 +403,10 @@ def test_samples_stand_for_all_columns_without_bias(columns):
     draws = [observe_inputs(network, layers, x.split(6), 20, columns, random(i))["backbone.0"] for i in range(300)]
     assert {(draw.count, draw.total, draw.columns is None) for draw in draws} == {(columns, 320, columns >= 16)}
     for basis, Y in ((None, X), (Phi, outside)):
-        energies = np.array([observed.energy(basis) for observed in draws])
+        energies = np.array([observed.measure_energy(basis) for observed in draws])
         assert abs(energies.mean() - (Y**2).sum()) < 4 * energies.std() / 300**0.5
         assert energies.std() > 0
-    sketches = [observed.sketch(Phi, 40, random(i)).numpy() for i, observed in enumerate(draws)]
+    sketches = [observed.draw_sketch(Phi, 40, random(i)).numpy() for i, observed in enumerate(draws)]
     covariances = np.array([Y @ Y.T / 40 for Y in sketches])
     error = covariances.std(axis=0) / 300**0.5
     assert (np.abs(covariances.mean(axis=0) - outside @ outside.T) < 4.5 * error).all()
@@ -430,7 +430,7 @@ def test_a_layer_wider_than_all_samples_keeps_columns_not_a_gram_matrix():
     observed = observe_inputs(network, find_layers(network, (3000,)), x.split(1), 3, 4096, random())["backbone.0"]
     assert observed.gram is None
     assert torch.equal(columns_of(observed), x.T)
-    U, sigma = observed.principal(torch.zeros(3000, 0))
+    U, sigma = observed.decompose_principal(torch.zeros(3000, 0))
     assert U.shape == (3000, 3)
     assert_allclose(sigma, np.linalg.svd(x.numpy(), compute_uv=False), rtol=1e-5)
 
@@ -443,5 +443,5 @@ def test_a_layers_sketch_has_the_law_of_its_residual(samples):
     assert (observed.columns is None) == (samples == 400)
     Phi = orthonormal(6, 2, torch.float64)
     outside = x.T - Phi @ (Phi.T @ x.T)
-    Y, covariance = observed.sketch(Phi, 40_000, random()), outside @ outside.T
+    Y, covariance = observed.draw_sketch(Phi, 40_000, random()), outside @ outside.T
     assert_allclose(Y @ Y.T / 40_000, covariance, atol=0.04 * float(covariance.diagonal().max()))

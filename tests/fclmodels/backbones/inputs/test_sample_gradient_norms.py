@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels.backbones.inputs import sample_gradients
-from fclmodels.backbones.inputs.sample_gradients import sample_gradient_norms, square_products
+from fclmodels.backbones.inputs.sample_gradients import compute_square_products, sample_gradient_norms
 from fclmodels.backbones.model.network import Network, build_network
 from fclmodels.backbones.model.spec import ModelSpec
 
@@ -81,4 +81,4 @@ def test_parameters_without_effect_have_no_length() -> None:
 def test_products_are_summed_over_positions_before_they_are_squared(positions: int) -> None:
     D, X = normal(3, 2, positions), normal(3, 5, positions, seed=1)
     expected = torch.stack([(d @ x.T).square().sum() for d, x in zip(D, X, strict=True)])
-    torch.testing.assert_close(square_products(D, X), expected)
+    torch.testing.assert_close(compute_square_products(D, X), expected)

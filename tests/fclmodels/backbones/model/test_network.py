@@ -8,7 +8,7 @@ import torch
 from fclmodels.backbones.model.network import build_network, build_skeleton, list_frozen
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.errors import UserError
-from fclmodels.plugins import all_of
+from fclmodels.plugins import load_all
 
 BACKBONES = ["alexnet", "cnn", "mlp", "resnet18"]
 
@@ -28,8 +28,8 @@ def same(ours, theirs):
 
 
 def test_the_registry_has_these():
-    assert all_of("backbone").keys() >= set(BACKBONES)
-    assert all(plugin.__doc__ and "\n" not in plugin.__doc__ for plugin in all_of("backbone").values())
+    assert load_all("backbone").keys() >= set(BACKBONES)
+    assert all(plugin.__doc__ and "\n" not in plugin.__doc__ for plugin in load_all("backbone").values())
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from pydantic import ValidationError
 
-from fclmodels.data.partitions.base import Partition, Portion, draw_participants, largest_remainder
+from fclmodels.data.partitions.base import Partition, Portion, draw_participants, round_by_largest_remainder
 from fclmodels.data.partitions.class_share import cover_classes
 from fclmodels.data.partitions.dirichlet import fill_empty_clients
 from fclmodels.data.partitions.shards import count_shards
@@ -165,14 +165,15 @@ def test_clients_see_the_share_of_the_tasks_on_average_and_not_always_the_same()
 def test_largest_remainder_is_within_one_of_the_exact_number(n: int, totals: np.ndarray, seed: int) -> None:
     random = np.random.default_rng(seed)
     shares = random.dirichlet(np.ones(n), len(totals)).T
-    whole = largest_remainder(shares, totals, random)
+    whole = round_by_largest_remainder(shares, totals, random)
     assert_array_equal(whole.sum(axis=0), totals)
     assert (np.abs(whole - shares * totals) < 1 + 1e-6).all()
 
 
 def test_largest_remainder_breaks_ties_by_lot() -> None:
     firsts = [
-        largest_remainder(np.full((4, 1), 0.25), np.array([1]), np.random.default_rng(s)).argmax() for s in range(40)
+        round_by_largest_remainder(np.full((4, 1), 0.25), np.array([1]), np.random.default_rng(s)).argmax()
+        for s in range(40)
     ]
     assert set(firsts) == {0, 1, 2, 3}
 

@@ -16,7 +16,7 @@ from fclmodels.data.sources import torchvision_sets
 from fclmodels.data.sources.base import catalogue_arrays
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.errors import UserError
-from fclmodels.plugins import all_of, find
+from fclmodels.plugins import find, load_all
 
 
 def source(name, root=Path("nowhere"), **settings):
@@ -50,7 +50,7 @@ def random_images(count, *shape, seed=0):
 
 
 def test_every_source_is_listed_with_a_line():
-    listed = all_of("source")
+    listed = load_all("source")
     assert {"digits", "digits-domains", "image-folder", "idx", "sequence"} < set(listed)
     assert {"cifar10", "cifar100", "mnist", "fashion-mnist", "emnist", "svhn", "usps"} < set(listed)
     assert all(plugin.__doc__ and "\n" not in plugin.__doc__ for plugin in listed.values())

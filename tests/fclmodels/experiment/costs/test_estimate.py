@@ -31,7 +31,7 @@ from fclmodels.storage.sealed_json import write_json
 
 FACTOR = 1.5
 DAILY = ("fedavg", "er", "fot", "pip-dualp")
-OURS = sorted(plugins.all_of("method"))
+OURS = sorted(plugins.load_all("method"))
 EACH = [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in OURS]
 ROUNDS = ("federation.rounds=3", "federation.clients_per_round=3")
 SHORT = ("federation.batch_size=8", "federation.rounds=2", "federation.workers=2", "federation.threads=1")
@@ -109,7 +109,7 @@ def test_memory_is_as_expected(
         "splits = Splits.open(Path(order['splits'])); params = load_params(folder / 'params.yaml');\n"
         "with Experiment(params, order['method'], 0, splits, folder / 'home') as run:\n"
         "    run.run(folder / 'run')\n"
-        "    print(json.dumps([machine.peak_memory() - held, machine.peak_memory_of_children()]))"
+        "    print(json.dumps([machine.read_peak_memory() - held, machine.read_peak_memory_of_children()]))"
     )
     whole = subprocess.run([sys.executable, "-c", code, json.dumps(order)], capture_output=True, text=True, check=True)
     main, worker = json.loads(whole.stdout.splitlines()[-1])
@@ -123,7 +123,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused_by_its_trial(
     splits_of: Callable[..., Splits], experiment_of: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FOT's sketches of a layer of 4,096 inputs, with a tenth of a gigabyte."""
-    monkeypatch.setattr(machine, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(machine, "read_available_memory", lambda: 10**8)
     run = experiment_of("model.hidden=4096", method="fot", splits=splits_of(shape=(1, 64, 64)))
     with pytest.raises(UserError, match=r"fot-0 does not fit into memory: 100 MB are free, .*--force") as problem:
         estimate_run(run)
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_would(
     experiment_of: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = experiment_of()
-    monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(machine, "read_available_memory", lambda: 10**9)
     with pytest.raises(UserError, match=r"takes about 1.3 GB \(500 MB in the main .* Set federation.workers: 1\. "):
         refuse_what_does_not_fit(COSTS, run)
     refuse_what_does_not_fit(replace(COSTS, workers=1), run)

@@ -17,7 +17,7 @@ def test_small_runs_are_known_by_their_shapes(experiment_of: Callable[..., Exper
     assert not is_small(experiment_of("model.hidden=9000"))
 
 
-@pytest.mark.parametrize("method", sorted(plugins.all_of("method")))
+@pytest.mark.parametrize("method", sorted(plugins.load_all("method")))
 def test_to_look_at_a_network_changes_nothing_of_it(method: str, experiment_of: Callable[..., Experiment]) -> None:
     run = experiment_of(method=method)
     network = run.method.networks.of(run.method.run.spec(1))

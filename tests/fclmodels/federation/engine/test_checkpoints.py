@@ -58,11 +58,11 @@ def commit(folder: Path, *rounds: int) -> None:
 
 def test_the_last_commit_is_what_is_found(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.latest() is None
+    assert checkpoints.load_latest() is None
     checkpoints.close()
     commit(tmp_path, 1, 2, 3)
     checkpoints = Checkpoints(tmp_path)
-    position = checkpoints.latest()
+    position = checkpoints.load_latest()
     assert position is not None
     assert position.round == 3
     assert trees.digest(position.server.to_tree()) == trees.digest(server(3).to_tree())
@@ -81,7 +81,7 @@ def test_what_no_commit_names_is_dropped_or_passed_over(tmp_path: Path) -> None:
     with open(tmp_path / "rounds.jsonl", "a") as file:
         file.write('{"round": 3}\n{"rou')
     checkpoints = Checkpoints(tmp_path)
-    position = checkpoints.latest()
+    position = checkpoints.load_latest()
     assert position is not None
     assert position.round == 2
     assert [row["round"] for row in checkpoints.rounds.rows()] == [1, 2]
@@ -97,7 +97,7 @@ def test_a_memory_of_the_last_commit_stays_until_the_next_one(tmp_path: Path) ->
     trees.save({"seen": torch.tensor(2)}, checkpoints.memories / "5-2")  # a round that is never committed
     checkpoints.close()
     checkpoints = Checkpoints(tmp_path)
-    position = checkpoints.latest()
+    position = checkpoints.load_latest()
     assert position is not None
     assert trees.load(position.memories[5])["seen"].item() == 1
     checkpoints.close()
@@ -110,7 +110,7 @@ def test_a_checkpoint_survives_a_move_of_its_folder(tmp_path: Path, monkeypatch:
     os.rename(tmp_path / "home", tmp_path / "moved")
     monkeypatch.chdir("/")
     checkpoints = Checkpoints(tmp_path / "moved" / "task")
-    position = checkpoints.latest()
+    position = checkpoints.load_latest()
     assert position is not None
     assert trees.load(position.memories[5])["seen"].item() == 1
     checkpoints.close()
@@ -140,7 +140,7 @@ def test_a_spoilt_checkpoint_is_one_line_that_names_the_folder(spoil: Callable[[
     spoil(tmp_path)
     for _ in range(2):
         with pytest.raises(UserError, match=str(tmp_path)) as error, closing(Checkpoints(tmp_path)) as checkpoints:
-            checkpoints.latest()
+            checkpoints.load_latest()
         assert "\n" not in str(error.value)
 
 

@@ -22,7 +22,7 @@ from fclmodels.federation.engine.rounds import sample_clients
 from fclmodels.federation.exchange import Answer, Exchange
 from fclmodels.federation.executors.base import Job
 from fclmodels.federation.executors.client_work import Serial
-from fclmodels.federation.messages import Part, Reply, outline
+from fclmodels.federation.messages import Part, Reply, make_outline
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.robust_means import robust_mean
 from fclmodels.plugins import find
@@ -245,7 +245,7 @@ class Letters(FedAvg):
 
     def __init__(self, settings: FedAvg.Settings, run: Any) -> None:
         super().__init__(settings, run)
-        form = {"letter": outline("count", {"letter": ()}, torch.float64, "each")}
+        form = {"letter": make_outline("count", {"letter": ()}, torch.float64, "each")}
         self.write = self.declare(Exchange("write", lambda: {}, self.send_back, lambda task, round: form))
 
     def send_back(self, client: Client, payload: Any) -> Answer:
@@ -304,7 +304,7 @@ def test_weights_depend_on_what_clients_have_just_trained(
     for index in (0, 1):
         training = method.prepare_training(client_of(method, index), payload)
         training.run()
-        moves.append(training.moved_since(training.start))
+        moves.append(training.measure_movement(training.start))
         weights.append(1 + sum(change.double().square().sum() for change in moves[-1].values()).sqrt())
         replies.add(index, method.exchanges["train"].reply(client_of(method, index), payload)[0])
     assert abs(weights[0] - weights[1]) > 1e-6

@@ -92,7 +92,7 @@ def learned(tmp_path: Path) -> Callable[[FedAvg], Learned]:
 def fates(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[tuple[int, int, int], int | None]], None]:
     """Fates by hand in the place of drawn ones."""
     return lambda known: monkeypatch.setattr(
-        faults, "delay", lambda run, task, round, client, draw: known.get((round, client, draw), 0)
+        faults, "draw_delay", lambda run, task, round, client, draw: known.get((round, client, draw), 0)
     )
 
 
@@ -142,14 +142,18 @@ def test_what_is_on_its_way_at_the_end_of_a_task_is_not_heard_in_the_next(
 
 def test_fates_are_drawn_at_the_rates_and_delays_uniformly(method_of: Callable) -> None:
     method = method_of(FedAvg, *(f"federation.faults.{of}" for of in ("missing=0.3", "late=0.4", "late_rounds=3")))
-    drawn = [faults.delay(method.run, 0, number, client, 0) for number in range(200) for client in range(10)]
+    drawn = [faults.draw_delay(method.run, 0, number, client, 0) for number in range(200) for client in range(10)]
     counts, n = Counter(drawn), len(drawn)
     expected = {None: 0.3, 0: 0.7 * 0.6, 1: 0.7 * 0.4 / 3, 2: 0.7 * 0.4 / 3, 3: 0.7 * 0.4 / 3}
     assert set(counts) == set(expected)
     assert all(abs(counts[fate] - n * p) < 5 * (n * p * (1 - p)) ** 0.5 for fate, p in expected.items())
-    assert drawn == [faults.delay(method.run, 0, number, client, 0) for number in range(200) for client in range(10)]
+    assert drawn == [
+        faults.draw_delay(method.run, 0, number, client, 0) for number in range(200) for client in range(10)
+    ]
     others = [(task, number, draw) for task in (0, 1) for number in (0, 1) for draw in (0, 1)]
-    assert len({tuple(faults.delay(method.run, t, r, c, d) for c in range(30)) for t, r, d in others}) == len(others)
+    assert len({tuple(faults.draw_delay(method.run, t, r, c, d) for c in range(30)) for t, r, d in others}) == len(
+        others
+    )
 
 
 def test_clients_that_are_busy_are_not_sampled_and_each_draw_is_another(method_of: Callable) -> None:
@@ -416,7 +420,7 @@ def test_a_machine_without_memory_loses_the_client_and_not_the_run(
     assert (result["faults"]["lost"], result["faults"]["answers"]) == (2, 14)
     monkeypatch.setattr(FedAvg, "train", train)
     monkeypatch.setattr(
-        faults, "delay", lambda run, task, round, client, draw: None if (round, client) == (0, 2) else 0
+        faults, "draw_delay", lambda run, task, round, client, draw: None if (round, client) == (0, 2) else 0
     )
     missing = experiment_of(ON).run(tmp_path / "missing")
     assert result["digests"]["model"] == missing["digests"]["model"]
@@ -487,7 +491,7 @@ class Dies(Listener):
         if self.left == 0:
             raise KeyboardInterrupt
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.happened("client")
 
     def round_done(self, row: dict[str, Any]) -> None:
@@ -556,7 +560,7 @@ def test_a_commit_names_what_is_on_its_way_and_drops_the_rest(
 def test_without_faults_no_fate_is_drawn_and_no_setting_matters(
     experiment_of: MakeExperiment, tmp_path: Path, remains: Remains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "delay", None)
+    monkeypatch.setattr(faults, "draw_delay", None)
     settings = ("federation.faults.late_rounds=5", "federation.faults.late_weight=drop")
     results = [
         experiment_of(*some, "federation.clients_per_round=3").run(tmp_path / name)
@@ -576,7 +580,7 @@ def test_training_in_one_place_waits_for_nobody(experiment_of: MakeExperiment, t
     assert results[0]["digests"]["model"] == results[1]["digests"]["model"]
 
 
-@pytest.mark.parametrize("name", sorted(plugins.all_of("method")))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method")))
 def test_every_method_goes_on_with_those_that_answer(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:

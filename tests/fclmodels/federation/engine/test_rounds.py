@@ -13,8 +13,8 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.rounds import sample_clients
 from fclmodels.federation.exchange import TRAIN, Answer
-from fclmodels.federation.executors.auto_choice import seconds_a_batch
-from fclmodels.federation.executors.base import Job, largest_first
+from fclmodels.federation.executors.auto_choice import measure_seconds_a_batch
+from fclmodels.federation.executors.base import Job, sort_largest_first
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.server import Server
@@ -71,8 +71,8 @@ def test_everyone_is_sampled_equally_often(sampling: Callable[..., FedAvg]) -> N
 def test_those_with_most_rows_begin_first_and_ties_go_by_id(sampling: Callable[..., FedAvg]) -> None:
     """The order decides the tree along which answers are summed, so it may not depend on how clients were listed."""
     method = sampling(4)
-    order = largest_first(method, 0, able(0))
-    assert order == largest_first(method, 0, able(0)[::-1])
+    order = sort_largest_first(method, 0, able(0))
+    assert order == sort_largest_first(method, 0, able(0)[::-1])
     sizes = [MISSING[0, client] for client in order]
     assert sizes == sorted(sizes, reverse=True)
     assert order == tuple(sorted(able(0), key=lambda client: (-MISSING[0, client], client)))
@@ -138,7 +138,7 @@ def test_clients_compute_on_the_device_and_answer_on_the_cpu(
     assert {w.device.type for w in server.weights.values()} == {"cpu"}
     (answer,) = Serial(method, 1).run(Job(TRAIN, 0, 0, method.payload(server), tmp_path), [0], {})
     assert {tensor.device.type for part in answer.reply.parts.values() for tensor in part.tensors.values()} == {"cpu"}
-    seconds_a_batch(method, 0, 1)
+    measure_seconds_a_batch(method, 0, 1)
     assert seen == [{meta}] * 3
 
 

@@ -9,13 +9,13 @@ import pytest
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.executors import auto_choice
-from fclmodels.federation.executors.auto_choice import Choice, candidates, choose
+from fclmodels.federation.executors.auto_choice import Choice, choose, list_candidates
 
 AUTO = ("federation.executor=auto", "federation.workers=2")
 
 
 def test_what_is_set_is_not_measured(method_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(auto_choice, "predicted_seconds")
+    monkeypatch.delattr(auto_choice, "predict_seconds")
     method = method_of(
         type(method_of()), "federation.executor=processes", "federation.workers=3", "federation.threads=2"
     )
@@ -27,18 +27,18 @@ def test_a_measured_choice_stands_whatever_a_later_measurement_would_say(
     method_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = method_of(type(method_of()), *AUTO)
-    monkeypatch.setattr(auto_choice, "predicted_seconds", lambda method, candidate: candidate.executor != "processes")
+    monkeypatch.setattr(auto_choice, "predict_seconds", lambda method, candidate: candidate.executor != "processes")
     assert choose(method, tmp_path, "key") == Choice("processes", 2, 1)
-    monkeypatch.setattr(auto_choice, "predicted_seconds", lambda method, candidate: candidate.executor != "serial")
+    monkeypatch.setattr(auto_choice, "predict_seconds", lambda method, candidate: candidate.executor != "serial")
     assert choose(method, tmp_path, "key") == Choice("processes", 2, 1)
     assert choose(method, tmp_path, "other settings") == Choice("serial", 2, 1)
 
 
 def test_only_what_is_open_is_tried(method_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_choice, "cores", lambda: 4)
+    monkeypatch.setattr(auto_choice, "count_cores", lambda: 4)
 
     def tried(*overrides: str) -> set[Choice]:
-        return set(candidates(method_of(type(method_of()), *overrides), 2))
+        return set(list_candidates(method_of(type(method_of()), *overrides), 2))
 
     assert tried("federation.executor=auto") == {Choice("serial", 2, 1), Choice("processes", 2, 1)}
     assert tried("federation.executor=auto", "federation.threads=3") == {
@@ -59,8 +59,10 @@ def test_a_small_run_is_done_here_and_a_long_one_by_workers(
     """By a clock that says that a batch takes a millisecond, or a second."""
     method = method_of(type(method_of()), *AUTO)
     for seconds, executor in ((0.001, "serial"), (1.0, "processes")):
-        monkeypatch.setattr(auto_choice, "seconds_a_batch", lambda *_, seconds=seconds: seconds)
-        assert min(candidates(method, 2), key=lambda c: auto_choice.predicted_seconds(method, c)).executor == executor
+        monkeypatch.setattr(auto_choice, "measure_seconds_a_batch", lambda *_, seconds=seconds: seconds)
+        assert (
+            min(list_candidates(method, 2), key=lambda c: auto_choice.predict_seconds(method, c)).executor == executor
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,21 +70,23 @@ def test_a_small_run_is_done_here_and_a_long_one_by_workers(
     [([8] * 5, 2, 24), ([8] * 5, 5, 8), ([8] * 5, 9, 8), ([9, 4, 3, 2], 2, 9), ([5, 4, 3, 2, 1], 2, 8), ([7, 1], 1, 8)],
 )
 def test_clients_are_whole_so_one_worker_may_have_more_to_do(batches: list[int], workers: int, most: int) -> None:
-    assert auto_choice.busiest(batches, workers) == most
+    assert auto_choice.count_most_batches(batches, workers) == most
 
 
 def test_two_threads_are_taken_where_five_clients_leave_a_worker_idle(
     method_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch takes 0.58 of the time with two threads: five clients in turn less than three, four more than two."""
-    monkeypatch.setattr(auto_choice, "cores", lambda: 2)
+    monkeypatch.setattr(auto_choice, "count_cores", lambda: 2)
     monkeypatch.setattr(auto_choice, "WORKER_START", 0)
-    monkeypatch.setattr(auto_choice, "seconds_a_batch", lambda method, index, threads: 1.0 if threads == 1 else 0.58)
+    monkeypatch.setattr(
+        auto_choice, "measure_seconds_a_batch", lambda method, index, threads: 1.0 if threads == 1 else 0.58
+    )
     method = method_of(type(method_of()), *AUTO, "federation.threads=auto")
     monkeypatch.setattr(method, "rows", lambda task, client: range(100))
     for clients, expected in ((5, Choice("serial", 2, 2)), (4, Choice("processes", 2, 1))):
         monkeypatch.setattr(method, "participants", lambda task, clients=clients: range(clients))
-        assert min(candidates(method, 2), key=lambda c: auto_choice.predicted_seconds(method, c)) == expected
+        assert min(list_candidates(method, 2), key=lambda c: auto_choice.predict_seconds(method, c)) == expected
 
 
 def test_measuring_changes_no_result(

@@ -76,7 +76,7 @@ class Killer(Listener):
         self.moments = set(moments)
         self.killed = 0
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) in self.moments:
             os.kill(max(pids()), signal.SIGKILL)
             self.killed += 1
@@ -197,7 +197,7 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.listener import Listener
 class Tell(Listener):
-    def client_done(self, *_):
+    def on_client_done(self, *_):
         print(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(), flush=True)
 settings, splits, home = sys.argv[1:4]
 settings, splits = params.load_params(settings, sys.argv[4:]), Splits.open(Path(splits))

@@ -259,13 +259,13 @@ def test_a_look_takes_one_pass_over_each_clients_rows_of_a_task(
     method_of: Callable, splits_of: Callable[..., Splits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: Counter[tuple[int, int]] = Counter()
-    mini_batches = conflicts.mini_batches
+    mini_batches = conflicts.iterate_mini_batches
 
     def counted(method: Method, training: LocalTraining, *rest: Any) -> Iterator[tuple[int, dict[str, Tensor]]]:
         passes[training.client.task, training.client.index] += 1
         yield from mini_batches(method, training, *rest)
 
-    monkeypatch.setattr(conflicts, "mini_batches", counted)
+    monkeypatch.setattr(conflicts, "iterate_mini_batches", counted)
     method = method_of(FedAvg, splits=splits_of(tasks=3, clients=3, train=UNEVEN))
     seen_by(method, learning(method, 1), tmp_path)
     assert passes == Counter([(1, 1), (1, 2), (0, 1)])  # client 0 has no part in task 1
@@ -283,20 +283,20 @@ def test_all_follows_from_the_gram_matrix(seed: int, n: int, shared: float) -> N
     random = np.random.default_rng(seed)
     V = (1e-25 * (random.standard_normal((n, 50)) + shared * random.standard_normal(50))).astype(np.float32)
     vectors = [{"a": torch.from_numpy(row[:20].reshape(4, 5)), "b": torch.from_numpy(row[20:])} for row in V]
-    G = conflicts.inner_products(vectors)
+    G = conflicts.compute_inner_products(vectors)
     X = V.astype(float)
     pairs = [cosine(a, b) for a, b in itertools.combinations(X, 2)]
-    np.testing.assert_allclose(conflicts.cosines(G).numpy(), pairs, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(conflicts.compute_cosines(G).numpy(), pairs, rtol=0, atol=1e-12)
     center = X.mean(0)
     apart = np.linalg.norm(X - center, axis=1).mean() / np.linalg.norm(center)
-    assert conflicts.divergence(G) == pytest.approx(apart, rel=1e-6, abs=1e-9)
+    assert conflicts.compute_divergence(G) == pytest.approx(apart, rel=1e-6, abs=1e-9)
 
 
 def test_a_mean_that_is_left_after_cancelling_is_measured_exactly() -> None:
     """Two vectors of length 1e4 whose mean has length 1: in single precision its square is lost."""
     one, other = torch.tensor([1.0, 10_001.0]), torch.tensor([1.0, -10_001.0])
-    G = conflicts.inner_products([{"a": one}, {"a": other}])
-    assert conflicts.divergence(G) == pytest.approx(10_001, rel=1e-6)
+    G = conflicts.compute_inner_products([{"a": one}, {"a": other}])
+    assert conflicts.compute_divergence(G) == pytest.approx(10_001, rel=1e-6)
 
 
 # runs
@@ -306,7 +306,7 @@ def lasting(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result[key] for key in ("metrics", "digests", "bytes_up", "bytes_down", "bytes_kept")}
 
 
-@pytest.mark.parametrize("name", sorted(plugins.all_of("method")))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method")))
 def test_a_watched_run_is_the_same_run(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:

@@ -28,8 +28,8 @@ from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.method import Method
 from fclmodels.federation.monitors import gradients, theorem2
-from fclmodels.federation.monitors.rows import row, table
-from fclmodels.federation.monitors.used_share import used_shares
+from fclmodels.federation.monitors.rows import make_row, make_table
+from fclmodels.federation.monitors.used_share import measure_used_shares
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
@@ -175,7 +175,7 @@ def test_what_a_task_does_not_train_counts_as_projected_away(
 ) -> None:
     method = method_of(kind, *settings)
     server = method.start_task(method.start_task(method.setup(), 0), 1)
-    gradient, _ = gradients.slope(method, server, 0)
+    gradient, _ = gradients.measure_slope(method, server, 0)
     of = {name: float(g.square().sum()) for name, g in gradient.items()}
     share = sum(square for name, square in of.items() if moves(name)) / sum(of.values())
     assert 0 < share < 0.99
@@ -187,7 +187,7 @@ def test_an_old_tasks_loss_knows_no_class_that_came_later(method_of: Callable) -
     server = method.start_task(method.setup(), 0)
     grown = method.start_task(server, 1)
     assert gradients.loss(method, grown, 0) == gradients.loss(method, server, 0)
-    gradient, _ = gradients.slope(method, grown, 0)
+    gradient, _ = gradients.measure_slope(method, grown, 0)
     assert gradient["heads.0.weight"].shape == (4, 12)
     assert gradient["heads.0.weight"][2:].count_nonzero() == 0
     assert shrink_heads(grown.weights, server.spec).keys() == server.weights.keys()
@@ -199,7 +199,7 @@ def test_dropout_is_off_and_nobody_elses_randomness_moves(method_of: Callable) -
     before = torch.get_rng_state()
     plain = method_of(FedAvg)
     assert gradients.loss(method, server, 0) == gradients.loss(plain, server, 0)
-    with_dropout, without = (gradients.slope(of, server, 0) for of in (method, plain))
+    with_dropout, without = (gradients.measure_slope(of, server, 0) for of in (method, plain))
     assert with_dropout[1] == without[1]
     assert all(torch.equal(with_dropout[0][name], g) for name, g in without[0].items())
     assert torch.equal(torch.get_rng_state(), before)
@@ -233,8 +233,8 @@ def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
             None,
             oracle.look,
         ).server
-        oracle.task_learned(server)
-        seen.append(table(checkpoints.monitors.rows()))
+        oracle.on_task_learned(server)
+        seen.append(make_table(checkpoints.monitors.rows()))
         done.append(pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS))
         checkpoints.close()
     return pl.concat(seen), pl.concat(done)
@@ -249,7 +249,7 @@ def test_a_quadratic_is_seen_as_it_is(method_of: Callable, tmp_path: Path) -> No
         models.append(step // 6 + 0.9 * (models[-1] - step // 6))
     squares = {(step // 2, about): ((models[step] - about) ** 2).sum() for step in range(0, 13, 2) for about in (0, 1)}
     seen, done = watched(method, tmp_path)
-    values = {tuple(row[:4]): row[5] for row in theorem2.with_bounds(seen, done, lr=0.1).rows()}
+    values = {tuple(row[:4]): row[5] for row in theorem2.add_bounds(seen, done, lr=0.1).rows()}
     for round in range(6):
         task, within = divmod(round, 3)
         assert values["rho", task, within, None] == 1
@@ -271,26 +271,26 @@ def test_a_quadratic_is_seen_as_it_is(method_of: Callable, tmp_path: Path) -> No
 def test_the_bound_is_equation_13() -> None:
     """4 [3 (0.5 * 5 * 0.1 + 2/2 * 5^2 * 0.1^2) + 2 (0 + 2/2 * 10^2 * 0.01^2)] = 4 (1.5 + 0.02)"""
     later = [theorem2.Stretch(3, 5, 0.1, 0.5), theorem2.Stretch(2, 10, 0.01, 0.0)]
-    assert theorem2.forgetting_bound(4, 2, later) == pytest.approx(6.08)
+    assert theorem2.compute_forgetting_bound(4, 2, later) == pytest.approx(6.08)
 
 
 def test_bounds_take_the_largest_that_was_seen_until_then() -> None:
-    seen = table(
+    seen = make_table(
         [
-            *(row("local_steps", task, 4) for task in range(3)),
-            *(row("loss", task, value, about=0) for task, value in enumerate((0.5, 0.75, 0.25))),
-            row("loss", 1, 0.1, about=1),
-            row("second_moment", 0, 3, 0, 0),
-            row("second_moment", 1, 2, 0, 1),
-            row("second_moment", 2, 7, 0, 0),
-            row("smoothness", 1, 5, 0, 0),
-            row("smoothness", 2, 1, 0, 0),
-            row("beta", 1, 0.25, 0, 0),
-            row("beta", 1, 0.5, 5, 0),
+            *(make_row("local_steps", task, 4) for task in range(3)),
+            *(make_row("loss", task, value, about=0) for task, value in enumerate((0.5, 0.75, 0.25))),
+            make_row("loss", 1, 0.1, about=1),
+            make_row("second_moment", 0, 3, 0, 0),
+            make_row("second_moment", 1, 2, 0, 1),
+            make_row("second_moment", 2, 7, 0, 0),
+            make_row("smoothness", 1, 5, 0, 0),
+            make_row("smoothness", 2, 1, 0, 0),
+            make_row("beta", 1, 0.25, 0, 0),
+            make_row("beta", 1, 0.5, 5, 0),
         ]
     )
     done = pl.DataFrame({"task": [0, 1, 1, 2], "server_lr": [1.0, 0.5, 0.5, 1.0]})
-    found = theorem2.with_bounds(seen, done, lr=0.1)
+    found = theorem2.add_bounds(seen, done, lr=0.1)
     assert found.head(len(seen)).equals(seen)
     values = {tuple(row[:4]): row[5] for row in found.tail(len(found) - len(seen)).rows()}
     first = 2 * (0.5 * 4 * 0.05 + 5 / 2 * (4 * 0.05) ** 2)
@@ -306,14 +306,14 @@ def test_bounds_take_the_largest_that_was_seen_until_then() -> None:
 
 
 def test_used_share_of_each_layer_and_its_mean() -> None:
-    shares = used_shares({"a": torch.zeros(8, 2), "b": torch.zeros(10, 10), "c": torch.zeros(5, 0)}, 3)
+    shares = measure_used_shares({"a": torch.zeros(8, 2), "b": torch.zeros(10, 10), "c": torch.zeros(5, 0)}, 3)
     assert shares.rows() == [
         ("used_share", 3, None, None, "a", 0.25),
         ("used_share", 3, None, None, "b", 1.0),
         ("used_share", 3, None, None, "c", 0.0),
         ("used_share", 3, None, None, None, pytest.approx(1.25 / 3)),
     ]
-    assert used_shares({}, 3).is_empty()
+    assert measure_used_shares({}, 3).is_empty()
 
 
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def test_no_bases_no_file(experiment_of: MakeExperiment, tmp_path: Path) -> None
     assert not (tmp_path / "run" / "monitors.parquet").exists()
 
 
-@pytest.mark.parametrize("where", ["look", "task_learned"])
+@pytest.mark.parametrize("where", ["look", "on_task_learned"])
 def test_a_resumed_run_has_seen_the_same(
     where: str, experiment_of: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,8 @@ from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.method import Method
-from fclmodels.federation.monitors.gradients import largest_gradient
-from fclmodels.federation.monitors.rows import table
+from fclmodels.federation.monitors.gradients import measure_largest_gradient
+from fclmodels.federation.monitors.rows import make_table
 from fclmodels.federation.monitors.watch import Watch
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -63,7 +63,7 @@ def watched(method: Method, folder: Path, tasks: int = 2) -> tuple[list[dict[str
             None,
             watch.look,
         )
-        watch.task_learned(position.server)
+        watch.on_task_learned(position.server)
         servers.append(position.server)
         rows += checkpoints.monitors.rows()
         checkpoints.close()
@@ -126,7 +126,7 @@ def lasting(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result[key] for key in ("metrics", "digests", "bytes_up", "bytes_down", "bytes_kept")}
 
 
-@pytest.mark.parametrize("name", sorted(plugins.all_of("method")))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method")))
 def test_a_watched_run_is_the_same_run(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_falling_learning_rate_lowers_the_bound_of_its_round(
 def test_without_an_anchor_there_is_no_bound_and_no_oracle(
     method_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fclmodels.federation.monitors.progress.largest_gradient", None)  # any call of it fails
+    monkeypatch.setattr("fclmodels.federation.monitors.progress.measure_largest_gradient", None)  # any call of it fails
     rows, _ = watched(method_of(FedAvg, *ON), tmp_path)
     assert {row["monitor"] for row in rows} == {"accuracy", "drift"}
 
@@ -294,7 +294,7 @@ def test_the_largest_gradient_is_that_of_the_worst_mini_batch_of_all_clients(
         moving = [p.grad.numpy() for name, p in network.named_parameters() if not name.startswith("backbone.fc1")]
         norms.append(math.sqrt(sum((g.astype(float) ** 2).sum() for g in moving)))
     assert np.ptp(norms) > 1e-3
-    assert largest_gradient(method, server, 1) == pytest.approx(max(norms), rel=1e-5)
+    assert measure_largest_gradient(method, server, 1) == pytest.approx(max(norms), rel=1e-5)
 
 
 @given(
@@ -310,7 +310,7 @@ def test_no_drift_passes_the_largest_bound_of_its_rounds(weights: list[float], s
 
 
 def test_what_is_seen_fits_the_one_table() -> None:
-    assert table([]).columns == ["monitor", "task", "round", "about", "layer", "value"]
+    assert make_table([]).columns == ["monitor", "task", "round", "about", "layer", "value"]
 
 
 @pytest.mark.parametrize("weight", [0.05, 0.5, 5])

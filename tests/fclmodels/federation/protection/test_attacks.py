@@ -18,7 +18,7 @@ from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.protection import attacks, inspection
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.plugins import all_of, find
+from fclmodels.plugins import find, load_all
 from fclmodels.storage import trees
 
 MakeExperiment = Callable[..., Experiment]
@@ -38,11 +38,11 @@ def of_kind(kind: str, *more: str) -> tuple[str, ...]:
 
 def test_who_is_bad_follows_the_seed_and_is_the_share_of_all(method_of: Callable, splits_of: Callable) -> None:
     splits = splits_of(clients=10)
-    drawn = [attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=seed)) for seed in range(20)]
+    drawn = [attacks.draw_bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=seed)) for seed in range(20)]
     assert {len(set(bad)) for bad in drawn} == {3}
     assert len(set(map(tuple, drawn))) > 10
-    assert drawn[0] == attacks.bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=0))
-    assert attacks.bad_clients(method_of(FedAvg, splits=splits)) == []
+    assert drawn[0] == attacks.draw_bad_clients(method_of(FedAvg, *SCALED, splits=splits, seed=0))
+    assert attacks.draw_bad_clients(method_of(FedAvg, splits=splits)) == []
 
 
 def test_labels_become_the_tasks_next_and_samples_stay(method_of: Callable, client_of: Callable) -> None:
@@ -121,7 +121,7 @@ class Stops(Listener):
     def __init__(self, nth: int) -> None:
         self.left = nth
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
@@ -268,7 +268,7 @@ def test_where_no_client_trains_none_can_be_bad(experiment_of: MakeExperiment) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["label-flip", "sign-flip", "backdoor", "basis", "prototype", "reference"])
-@pytest.mark.parametrize("name", sorted(all_of("method")))
+@pytest.mark.parametrize("name", sorted(load_all("method")))
 def test_every_method_ends_with_a_finite_model_whatever_bad_clients_do(
     name: str, kind: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:

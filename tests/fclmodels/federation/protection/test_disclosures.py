@@ -12,7 +12,7 @@ from torch import Tensor
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.experiment.method_card import describe_methods, format_card
-from fclmodels.federation.messages import Kind, Part, Reply, outline
+from fclmodels.federation.messages import Kind, Part, Reply, make_outline
 from fclmodels.federation.protection.disclosures import DISCLOSURES
 from fclmodels.federation.protection.inspection import ReplyDefect, inspect_reply
 from fclmodels.federation.protection.reply_checks import PartError, check_class_statistics, check_samples
@@ -141,7 +141,7 @@ def test_a_reply_that_its_kind_does_not_allow_is_refused_and_the_rest_is_used(
 ) -> None:
     experiment = experiment_of(f"methods.every-kind.fault={fault}", "federation.rounds=1", method="every-kind")
     refusals: list[tuple[int, int, int, str]] = []
-    experiment.listener.refused = lambda *refusal: refusals.append(refusal)
+    experiment.listener.on_refusal = lambda *refusal: refusals.append(refusal)
     experiment.run(tmp_path / "run")
     first = refusals[0]
     assert first[:3] == (0, -1, 1)
@@ -189,7 +189,7 @@ def test_samples_need_inputs_and_labels() -> None:
 
 
 def test_a_gradient_is_compared_with_the_model_that_was_sent() -> None:
-    sent = {"weights": outline("weights", {"w": (2, 3)})}
+    sent = {"weights": make_outline("weights", {"w": (2, 3)})}
     right, wrong = (Reply({"g": Part("gradient", {"w": torch.zeros(shape)})}) for shape in ((2, 3), (3, 2)))
     assert inspect_reply(right, sent).defect is None
     assert inspect_reply(wrong, sent).defect == ReplyDefect("g", "w is not of the model")

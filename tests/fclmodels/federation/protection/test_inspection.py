@@ -25,7 +25,7 @@ from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.messages import Block, Part, Payload, Reply
 from fclmodels.federation.protection import inspection
 from fclmodels.federation.protection.inspection import Finding, ReplyDefect
-from fclmodels.federation.protection.reply_checks import find_overlong_sketch, length
+from fclmodels.federation.protection.reply_checks import find_overlong_sketch, measure_length
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.prototypes import moments, weigh
@@ -264,7 +264,7 @@ PART = {**update(), "update": Part("update", {"w": drawn(3, 2)}, over="weight")}
 )
 def test_what_the_method_declares_needs_no_majority(replies: list[Parts], refused: dict[int, str]) -> None:
     def fits(form: inspection.ReplyForm) -> bool:
-        return inspection.list_entries(inspection.form_of(update())) <= inspection.list_entries(form)
+        return inspection.list_entries(inspection.describe_form(update())) <= inspection.list_entries(form)
 
     found = inspection.find_defects(looks_of(*replies), InspectionSettings(), fits)
     assert {client: fault.why for client, fault in found.items()} == refused
@@ -318,7 +318,7 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
         def train(self, client: Client, payload: Payload) -> Answer:
             answer = super().train(client, payload)
             update = answer.tensors["update"]
-            factor = lengths[client.round][client.index] * client.weight / length(update)
+            factor = lengths[client.round][client.index] * client.weight / measure_length(update)
             return with_update(answer, {name: tensor * factor for name, tensor in update.items()})
 
     method = method_of(Satisfied, "federation.rounds=3")
@@ -338,7 +338,7 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
     assert [row["median"] for row in rows] == [1.1, 1e-5, 1e-5]
     checkpoints.close()
     again = Checkpoints(tmp_path / "checkpoints")
-    position = again.latest()
+    position = again.load_latest()
     assert position is not None
     assert position.usual_length == 1.1
     again.close()
@@ -392,7 +392,7 @@ class Heard(Listener):
     def __init__(self) -> None:
         self.lines: list[tuple[int, int, int, str]] = []
 
-    def refused(self, *line: Any) -> None:
+    def on_refusal(self, *line: Any) -> None:
         self.lines.append(line)
 
 

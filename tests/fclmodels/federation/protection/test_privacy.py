@@ -18,7 +18,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.messages import Part, Reply
-from fclmodels.federation.protection.privacy import add_noise, worth
+from fclmodels.federation.protection.privacy import add_noise, find_largest_epsilon
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.gaussian_mechanism import compute_epsilon
 
@@ -154,7 +154,7 @@ LEDGER = ledger_of(
 def test_epsilon_is_that_of_the_client_that_released_most(kind: str, seen: float, method_of: Callable) -> None:
     """Client 1: three rounds and a question, then three rounds of which one came late; client 0 has five."""
     settings = (f"{Z}=3", f"{PRIVACY}.kind={kind}", f"{PRIVACY}.delta=1e-4")
-    found = worth(method_of(FedAvg, UNIFORM, *settings), LEDGER)
+    found = find_largest_epsilon(method_of(FedAvg, UNIFORM, *settings), LEDGER)
     accountant = RDPAccountant()
     for _ in range(7):
         accountant.step(noise_multiplier=seen, sample_rate=1.0)
@@ -167,16 +167,16 @@ def test_epsilon_is_that_of_the_client_that_released_most(kind: str, seen: float
 
 
 def test_of_knowledge_alone_only_questions_count(method_of: Callable) -> None:
-    found = worth(method_of(FedAvg, f"{Z}=3", f"{PRIVACY}.covers=knowledge"), LEDGER)
+    found = find_largest_epsilon(method_of(FedAvg, f"{Z}=3", f"{PRIVACY}.covers=knowledge"), LEDGER)
     assert found["releases"] == 2
     assert "besides updates, losses and numbers of samples" in found["covers"]
 
 
 def test_amplification_is_claimed_where_clients_toss_coins(method_of: Callable) -> None:
     settings = (UNIFORM, f"{Z}=3", f"{PRIVACY}.delta=1e-4")
-    all_of_them = worth(method_of(FedAvg, *settings), LEDGER)
-    fixed = worth(method_of(FedAvg, *settings, "federation.clients_per_round=2"), LEDGER)
-    coins = worth(method_of(FedAvg, *settings, f"{PRIVACY}.sample_rate=0.1"), LEDGER)
+    all_of_them = find_largest_epsilon(method_of(FedAvg, *settings), LEDGER)
+    fixed = find_largest_epsilon(method_of(FedAvg, *settings, "federation.clients_per_round=2"), LEDGER)
+    coins = find_largest_epsilon(method_of(FedAvg, *settings, f"{PRIVACY}.sample_rate=0.1"), LEDGER)
     assert all_of_them == fixed
     assert coins["epsilon"] < all_of_them["epsilon"] / 5
     assert "probability 0.1 (Poisson)" in coins["covers"]
@@ -260,7 +260,7 @@ def test_under_secure_aggregation_it_is_the_same_noise(name: str, experiment_of:
 
 
 class Interruption(Listener):
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (1, 1, 2):
             raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from fclmodels.errors import UserError
-from fclmodels.federation.engine.faults import secagg_threshold
+from fclmodels.federation.engine.faults import compute_secagg_threshold
 from fclmodels.federation.protection import secagg_protocol
 from fclmodels.federation.protection.secagg_protocol import Secrets
 from fclmodels.numerics import shamir
@@ -63,7 +63,7 @@ def test_the_sum_is_exact_whoever_leaves_when(n: int, data: st.DataObject) -> No
     """By the numbers of Python, modulo 2^64. Clients' numbers have gaps."""
     names = data.draw(st.lists(st.integers(0, 99), min_size=n, max_size=n, unique=True))
     vectors = {name: vectors_of(n, seed=n)[place] for place, name in enumerate(names)}
-    t = secagg_threshold(n, 2 / 3)
+    t = compute_secagg_threshold(n, 2 / 3)
     gone = data.draw(st.lists(st.sampled_from(names), max_size=n - t, unique=True))
     leaves = {name: data.draw(st.integers(0, 3)) for name in gone}
     summed = [vectors[c] for c in names if leaves.get(c, THERE) > 2]
@@ -80,8 +80,8 @@ def test_below_the_threshold_nothing_is_unmasked(step: int, told: str) -> None:
 
 
 def test_the_threshold_is_above_half_and_at_least_two() -> None:
-    assert [secagg_threshold(n, 2 / 3) for n in (1, 2, 3, 4, 9, 10)] == [2, 2, 2, 3, 6, 7]
-    assert all(2 * secagg_threshold(n, 0.5 + 1e-6) > n for n in range(1, 1000))
+    assert [compute_secagg_threshold(n, 2 / 3) for n in (1, 2, 3, 4, 9, 10)] == [2, 2, 2, 3, 6, 7]
+    assert all(2 * compute_secagg_threshold(n, 0.5 + 1e-6) > n for n in range(1, 1000))
 
 
 # What the server gets
@@ -172,8 +172,8 @@ def test_two_clients_agree_as_in_rfc_7748_and_derive_as_in_rfc_5869() -> None:
     secret = bytes.fromhex("4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742")
     extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
     expected = hmac.new(extracted, b"fclflow secagg masks\x01", hashlib.sha256).digest()
-    assert secagg_protocol.agree_on_key(alice, secagg_protocol.public_key(bob), b"masks") == expected
-    assert secagg_protocol.agree_on_key(bob, secagg_protocol.public_key(alice), b"masks") == expected
+    assert secagg_protocol.agree_on_key(alice, secagg_protocol.derive_public_key(bob), b"masks") == expected
+    assert secagg_protocol.agree_on_key(bob, secagg_protocol.derive_public_key(alice), b"masks") == expected
 
 
 def test_masks_are_the_blocks_of_aes_in_counter_mode() -> None:

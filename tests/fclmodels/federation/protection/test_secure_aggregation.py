@@ -157,7 +157,7 @@ def test_named_methods_end_as_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(plugins.all_of("method").keys() - set(NAMED) - {"fedomg", "joint"}))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method").keys() - set(NAMED) - {"fedomg", "joint"}))
 def test_every_other_method_ends_as_without_it_(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
@@ -206,7 +206,7 @@ def test_without_those_that_are_missing_it_ends_as_the_plain_round_does(
 
 
 class Stops(Listener):
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (1, 1, 2):
             raise KeyboardInterrupt
 

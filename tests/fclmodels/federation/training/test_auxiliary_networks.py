@@ -36,7 +36,7 @@ def linear(spec: Any) -> nn.Module:
 def test_they_begin_as_the_seed_and_their_names_say() -> None:
     names = ("one", "other")
     auxiliaries = [Auxiliary(name, {"features": 3}, linear, "averaged") for name in names]
-    first, again, seeded = (AuxiliaryNetworks(auxiliaries, seed, CPU).initial() for seed in (0, 0, 1))
+    first, again, seeded = (AuxiliaryNetworks(auxiliaries, seed, CPU).create_initial() for seed in (0, 0, 1))
     assert first.keys() == {*names}
     assert torch.equal(first["one"]["weight"], again["one"]["weight"])
     assert not torch.equal(first["one"]["weight"], first["other"]["weight"])
@@ -46,7 +46,7 @@ def test_they_begin_as_the_seed_and_their_names_say() -> None:
 def test_building_them_leaves_torchs_own_generator_alone() -> None:
     torch.manual_seed(4)
     before = torch.get_rng_state()
-    AuxiliaryNetworks([Auxiliary("one", {"features": 3}, linear, "server")], 0, CPU).initial()
+    AuxiliaryNetworks([Auxiliary("one", {"features": 3}, linear, "server")], 0, CPU).create_initial()
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.federation.training.frozen_activations import still
+from fclmodels.federation.training.frozen_activations import count_frozen_blocks
 from fclmodels.methods.agem import Agem
 from fclmodels.methods.er import Er
 from fclmodels.methods.fedavg import FedAvg
@@ -78,14 +78,14 @@ def test_what_changes_is_not_still(method_of: Any) -> None:
 
     def counted(task: int) -> int:
         method.set_modes(network, task)
-        return still(network, method.trainable(network, task))
+        return count_frozen_blocks(network, method.trainable(network, task))
 
     assert (counted(0), counted(1)) == (0, 3)
     network.backbone.bn1.train()
-    assert still(network, ()) == 1
+    assert count_frozen_blocks(network, ()) == 1
     network.eval()
-    assert still(network, ()) == len(network.backbone.blocks)
-    assert still(network, ("backbone.layer2.0.conv1.weight", "heads.0.weight")) == 3
+    assert count_frozen_blocks(network, ()) == len(network.backbone.blocks)
+    assert count_frozen_blocks(network, ("backbone.layer2.0.conv1.weight", "heads.0.weight")) == 3
 
 
 def refused() -> Iterator[tuple]:

@@ -92,7 +92,7 @@ def test_its_progress_is_told_step_by_step(
     steps: list[tuple[int, str, int, int]] = []
 
     class Notes(Listener):
-        def server_step_done(self, task: int, work: str, done: int, of: int) -> None:
+        def on_server_step(self, task: int, work: str, done: int, of: int) -> None:
             steps.append((task, work, done, of))
 
     experiment_of(*HARD, method="server-student", splits=splits, listener=Notes()).run(tmp_path / "run")
@@ -158,7 +158,7 @@ def test_seconds_and_the_largest_peak_add_up_over_interruptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks = iter([300, 100])
-    monkeypatch.setattr(server_training, "peak_memory", lambda device: next(peaks))
+    monkeypatch.setattr(server_training, "read_peak_memory", lambda device: next(peaks))
     rows: list[dict[str, Any]] = []
     training_in(tmp_path / "one", 1e9, note=rows.append).run(noisy_work()[0], 4)
     training_in(tmp_path / "one", 1e9, note=rows.append).run(noisy_work()[0], 6)
@@ -211,7 +211,7 @@ def test_on_a_gpu_it_waits_for_its_work_and_reads_its_memory(tmp_path: Path, mon
     cuda = torch.device("cuda")
     server_training.reset_peak_memory(cuda)
     server_training.wait_for(cuda)
-    assert server_training.peak_memory(cuda) == 77
+    assert server_training.read_peak_memory(cuda) == 77
     assert calls == ["init", "reset", "wait", "read"]
     server_training.wait_for(CPU)
     assert len(calls) == 4

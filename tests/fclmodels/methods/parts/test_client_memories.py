@@ -66,7 +66,7 @@ def test_memories_follow_their_clients_wherever_they_run(
 class Stop(Listener):
     """Ends a run in the middle of a round."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (2, 1, 1):
             raise KeyboardInterrupt
 

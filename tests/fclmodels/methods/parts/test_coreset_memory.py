@@ -21,7 +21,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Answer, Memory
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.methods.parts.replay_memory import stored_samples
+from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.coreset import mix_styles
 
@@ -41,7 +41,7 @@ class Recording(Stamp):
 
 
 def samples(memory: Memory) -> Batch:
-    batch = stored_samples(memory)
+    batch = unpack_samples(memory)
     assert batch is not None
     return batch
 

@@ -16,8 +16,8 @@ from fclmodels.backbones.model.network import build_network
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation.client import Client
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, herd, joined_epochs
-from fclmodels.methods.parts.replay_memory import stored_samples
+from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, herd, iterate_joined_epochs
+from fclmodels.methods.parts.replay_memory import unpack_samples
 
 SIZES = {(task, client): 12 for task in range(3) for client in range(2)}
 
@@ -44,7 +44,7 @@ def after_tasks(client: Client, tasks: list[int], **settings: Any) -> dict[str, 
 
 
 def counts(memory: dict[str, Any]) -> dict[tuple[int, int], int]:
-    samples = stored_samples(memory)
+    samples = unpack_samples(memory)
     assert samples is not None
     return dict(Counter(zip(samples.tasks.tolist(), samples.labels.tolist(), strict=True)))
 
@@ -81,7 +81,7 @@ def test_a_class_that_comes_again_in_another_task_has_a_share_of_its_own(
 @pytest.mark.parametrize("selection", ["herding", "random"])
 def test_what_stays_of_a_class_is_what_was_selected_first(selection: str, client: Client) -> None:
     settings = {"exemplars": 8, "selection": selection}
-    first, later = (stored_samples(after_tasks(client, tasks, **settings)) for tasks in ([0], [0, 1]))
+    first, later = (unpack_samples(after_tasks(client, tasks, **settings)) for tasks in ([0], [0, 1]))
     assert first is not None
     assert later is not None
     for label in (0, 1):
@@ -115,15 +115,15 @@ def test_herded_samples_of_a_class_are_those_that_its_features_say(client: Clien
         features = network.backbone(client.run.batches.prepare_inputs(raw).inputs)
     of_class = (raw.labels == 1).nonzero().flatten()
     places = of_class[by_hand(features[of_class].double().numpy(), 3)]
-    samples = stored_samples(after_tasks(client, [0], exemplars=6))
+    samples = unpack_samples(after_tasks(client, [0], exemplars=6))
     assert samples is not None
     assert torch.equal(samples.inputs[samples.labels == 1], raw.inputs[places])
 
 
 def test_random_ones_depend_on_the_client_and_the_task_alone(client: Client) -> None:
     settings = {"exemplars": 6, "selection": "random"}
-    mine, again = (stored_samples(after_tasks(client, [0], **settings)) for _ in range(2))
-    herded = stored_samples(after_tasks(client, [0], exemplars=6))
+    mine, again = (unpack_samples(after_tasks(client, [0], **settings)) for _ in range(2))
+    herded = unpack_samples(after_tasks(client, [0], exemplars=6))
     assert mine is not None
     assert again is not None
     assert herded is not None
@@ -154,15 +154,15 @@ def test_joined_epochs_have_each_row_and_each_stored_sample_once(
 ) -> None:
     method = method_of(FedAvg, "federation.local_epochs=2", splits=splits)
     memory = after_tasks(client_of(method, 0), [0], exemplars=5)
-    client, stored = client_of(method, 0, 1, memory=memory), stored_samples(memory)
+    client, stored = client_of(method, 0, 1, memory=memory), unpack_samples(memory)
     assert stored is not None
     everything = [*rows_of(client), *(tuple(x.flatten().tolist()) for x in prepare(client, stored))]
-    assert list_samples(joined_epochs(client, stored)) == [sorted(everything)] * 2
-    sizes = [[len(batch.labels) for batch in epoch] for epoch in joined_epochs(client, stored)]
+    assert list_samples(iterate_joined_epochs(client, stored)) == [sorted(everything)] * 2
+    sizes = [[len(batch.labels) for batch in epoch] for epoch in iterate_joined_epochs(client, stored)]
     assert sizes == [[4, 4, 4, 4, 1]] * 2
-    orders = [torch.cat([batch.labels for batch in epoch]).tolist() for epoch in joined_epochs(client, stored)]
+    orders = [torch.cat([batch.labels for batch in epoch]).tolist() for epoch in iterate_joined_epochs(client, stored)]
     assert orders[0] != orders[1]
-    assert any(len({*batch.tasks.tolist()}) == 2 for batch in next(joined_epochs(client, stored)))
+    assert any(len({*batch.tasks.tolist()}) == 2 for batch in next(iterate_joined_epochs(client, stored)))
 
 
 def rows_of(client: Client) -> list[tuple[float, ...]]:
@@ -175,7 +175,9 @@ def prepare(client: Client, stored: Any) -> Tensor:
 
 
 def test_without_stored_samples_they_are_the_clients_own_to_the_bit(client: Client) -> None:
-    mine, own = ([batch.inputs for batch in next(epochs)] for epochs in (joined_epochs(client, None), client.epochs()))
+    mine, own = (
+        [batch.inputs for batch in next(epochs)] for epochs in (iterate_joined_epochs(client, None), client.epochs())
+    )
     assert all(torch.equal(x, y) for x, y in zip(mine, own, strict=True))
 
 
@@ -184,8 +186,8 @@ def test_stored_samples_of_a_permuted_task_keep_their_order_of_pixels(
 ) -> None:
     method = method_of(splits=splits_of(tasks=2, clients=2, train=8, permuted=True))
     memory = after_tasks(client_of(method, 0, 1), [1], exemplars=4)
-    first, stored = client_of(method, 0, 0, memory=memory), stored_samples(memory)
+    first, stored = client_of(method, 0, 0, memory=memory), unpack_samples(memory)
     assert stored is not None
     of_second = {tuple(x.flatten().tolist()) for x in prepare(first, stored)}
-    (epoch,) = joined_epochs(first, stored)
+    (epoch,) = iterate_joined_epochs(first, stored)
     assert of_second <= {tuple(x.flatten().tolist()) for batch in epoch for x in batch.inputs}

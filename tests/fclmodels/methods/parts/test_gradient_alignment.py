@@ -217,7 +217,7 @@ def test_late_replies_of_a_schedule_are_heard_when_they_are_due(
     monkeypatch: pytest.MonkeyPatch, method_of: Callable, federate: Callable, uneven: Splits
 ) -> None:
     """Client 1's of the first round comes in the third; where nothing is searched it counts as FedAvg has it."""
-    monkeypatch.setattr(faults, "delay", lambda run, task, round, client, draw: 2 * ((round, client) == (0, 1)))
+    monkeypatch.setattr(faults, "draw_delay", lambda run, task, round, client, draw: 2 * ((round, client) == (0, 1)))
     own = ("federation.faults.late=0.5", "federation.rounds=3")
     mean = federate(method_of(FedAvg, *own, splits=uneven), 1).weights
     found, dropped = (

@@ -17,7 +17,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprotip import FedProTIP
-from fclmodels.methods.parts.local_projection import projected_step
+from fclmodels.methods.parts.local_projection import project_optimiser_step
 from fclmodels.methods.parts.trained_network import TrainedNetwork
 
 SGD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.05", "optimizer.lr=0.05", "federation.local_epochs=2")
@@ -50,7 +50,7 @@ class Stepwise(Double):
 
     def __init__(self, settings: FedProTIP.Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.step = projected_step
+        self.step = project_optimiser_step
 
 
 class Free(Double):
@@ -182,9 +182,9 @@ def test_rows_of_classes_that_come_again_are_trained(
 ) -> None:
     """Task 3 of three has the new class 4 and again 1 and 2, not 0 and 3."""
     method = method_of(FedProTIP, **settings)
-    rows = method.projection.frozen_rows(network_of(method, (0, 1), (2, 3), (1, 4, 2)), 2)
+    rows = method.projection.find_frozen_rows(network_of(method, (0, 1), (2, 3), (1, 4, 2)), 2)
     assert {name: labels.tolist() for name, labels in rows.items()} == {"heads.0.weight": weight, "heads.0.bias": bias}
-    assert not method.projection.frozen_rows(network_of(method, (0, 1)), 0)
+    assert not method.projection.find_frozen_rows(network_of(method, (0, 1)), 0)
 
 
 def test_a_head_that_tasks_share_is_protected(

@@ -15,7 +15,7 @@ from fclmodels.methods.fed_dualp import FedDualP
 from fclmodels.methods.fed_l2p import FedL2P
 from fclmodels.methods.linear_probe import LinearProbe
 from fclmodels.methods.lora import Lora
-from fclmodels.methods.nearest_prototype import NearestPrototype, with_heads
+from fclmodels.methods.nearest_prototype import NearestPrototype, set_heads
 from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
 from fclmodels.methods.pip_dualp import PipDualP
 from fclmodels.methods.pip_l2p import PipL2P
@@ -276,7 +276,7 @@ def test_what_comes_late_or_never_leaves_the_means_as_they_are(frozen_of: Callab
     server = method.start_task(method.setup(), 0)
     total = {"weight": torch.tensor([1.0, 3, 0, 0]).double(), "sum": torch.ones(4, 8).double()}
     halved = {name: value / 4 for name, value in total.items()}
-    whole, part = (with_heads(server, {"heads.0.weight": of}, server.knowledge["heard"]) for of in (total, halved))
+    whole, part = (set_heads(server, {"heads.0.weight": of}, server.knowledge["heard"]) for of in (total, halved))
     assert torch.equal(whole.weights["heads.0.weight"], part.weights["heads.0.weight"])
     assert whole.weights["heads.0.bias"].tolist() == [-4.0, pytest.approx(-4 / 9), -1e9, -1e9]
 

@@ -146,8 +146,8 @@ def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp
     training = method.prepare_training(client, method.payload(server))
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
     backbone = training.network.backbone
-    with_all = training.gradients_of(method.loss(training, batch))
-    alone = training.gradients_of(
+    with_all = training.compute_gradients(method.loss(training, batch))
+    alone = training.compute_gradients(
         method.cross_entropy(training.network, backbone.extract(batch.inputs, 0).features, batch.labels, 0) / 2
     )
     prompts = [n for n in alone if n.startswith("backbone.prompts.") and alone[n].any() and "key" not in n]
@@ -193,7 +193,7 @@ def test_under_noise_a_client_tells_means_of_clipped_features(pip_of: Callable, 
     assert (plain["sum"].norm(dim=1) > 0.1 * plain["weight"]).all()
     torch.testing.assert_close(private.tensors["weight"], plain["weight"] / plain["weight"].sum())
     assert (private.tensors["sum"].norm(dim=1) <= private.tensors["weight"] * (1 + 1e-6)).all()
-    assert reply_checks.length(private.tensors) <= private.bound * (1 + 1e-6)
+    assert reply_checks.measure_length(private.tensors) <= private.bound * (1 + 1e-6)
 
 
 def test_with_hardly_any_noise_prototypes_are_those_without(pip_of: Callable, federate: Callable) -> None:
@@ -264,7 +264,7 @@ def test_earlier_classes_are_learned_within_their_own_task(
     training = method.prepare_training(client, method.payload(server))
     vectors, labels, tasks = training.part(InjectedPrototypes).draw(4)
     assert (sorted(set(labels.tolist())), set(tasks.tolist())) == ([0, 1], {0})
-    gradient = training.gradients_of(method.cross_entropy_by_task(training.network, vectors, labels, tasks))[
+    gradient = training.compute_gradients(method.cross_entropy_by_task(training.network, vectors, labels, tasks))[
         "heads.0.weight"
     ]
     assert gradient[:2].any()

@@ -19,7 +19,7 @@ from fclmodels.federation.messages import Payload
 from fclmodels.methods.agem import Agem
 from fclmodels.methods.er import Er
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.replay_memory import Replay, samples_memory, select_samples, stored_samples
+from fclmodels.methods.parts.replay_memory import Replay, pack_samples, select_samples, unpack_samples
 
 METHODS = {"er": Er, "agem": Agem}
 # Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third.
@@ -66,7 +66,7 @@ def test_a_memory_holds_the_clients_own_samples_of_the_tasks_that_it_had(
         had = [t for t in range(task + 1) if (t, client) in UNEVEN]
         own = Batch.concatenate([method.run.batches.read_raw(uneven.select_rows(t, "train", client)) for t in had])
         assert memory["seen"] == len(own.labels) == sum(UNEVEN[t, client] for t in had)
-        batch = stored_samples(memory)
+        batch = unpack_samples(memory)
         assert batch is not None
         assert len(samples_of(batch)) == len(batch.labels) == min(budget, memory["seen"])
         assert samples_of(batch) <= samples_of(own)
@@ -76,7 +76,7 @@ def test_a_memory_holds_the_clients_own_samples_of_the_tasks_that_it_had(
 def test_a_selection_counts_what_is_kept_and_then_what_comes(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er)
     batches, first, second = method.run.batches, method.rows(0, 0), method.rows(1, 0)
-    client = client_of(method, 0, 1, memory=samples_memory(batches.read_raw(first.take(np.arange(3)))))
+    client = client_of(method, 0, 1, memory=pack_samples(batches.read_raw(first.take(np.arange(3)))))
     expected = batches.read_raw(Rows.concatenate([first.take(np.array([0, 2])), second.take(np.array([1, 4]))]))
     got = select_samples(client, torch.tensor([0, 2, 4, 7]))
     assert all(torch.equal(getattr(got, name), getattr(expected, name)) for name in ("inputs", "labels", "tasks"))
@@ -98,7 +98,7 @@ def test_old_tasks_stay_in_a_memory_that_is_full(method_of: Callable, federate: 
 def test_memories_differ_by_seed_and_repeat_with_it(method_of: Callable, client_of: Callable) -> None:
     def remembered(seed: int, client: int = 0) -> Batch:
         method = method_of(Er, seed=seed, memory=3)
-        batch = stored_samples(method.store_samples(client_of(method, client), {}).memory)
+        batch = unpack_samples(method.store_samples(client_of(method, client), {}).memory)
         assert batch is not None
         return batch
 
@@ -138,7 +138,7 @@ def test_a_draw_has_a_batchs_size_and_no_sample_twice(method_of: Callable, clien
     """Each stored sample is drawn as often as another: 8 samples, 400 draws of 4, 200 expected, spread 10."""
     method = method_of(Er, "federation.batch_size=4", memory=8)
     everything = method.run.batches.read_raw(method.rows(0, 0))
-    replay = replay_of(method, client_of(method, 0, memory=samples_memory(everything)))
+    replay = replay_of(method, client_of(method, 0, memory=pack_samples(everything)))
     all_ready = method.run.batches.augment_raw(everything, torch.Generator())
     counts = torch.zeros(8)
     for _ in range(400):
@@ -153,13 +153,13 @@ def test_a_draw_has_a_batchs_size_and_no_sample_twice(method_of: Callable, clien
 def test_of_fewer_samples_than_a_batch_all_are_drawn(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er, "federation.batch_size=32", memory=8)
     everything = method.run.batches.read_raw(method.rows(0, 0))
-    drawn = replay_of(method, client_of(method, 0, memory=samples_memory(everything))).draw()
+    drawn = replay_of(method, client_of(method, 0, memory=pack_samples(everything))).draw()
     assert samples_of(drawn) == samples_of(method.run.batches.augment_raw(everything, torch.Generator()))
 
 
 def test_draws_are_keyed_by_round_and_client(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er, "federation.batch_size=3", "augment.brightness=0.5", memory=8)
-    memory = samples_memory(method.run.batches.read_raw(method.rows(0, 0)))
+    memory = pack_samples(method.run.batches.read_raw(method.rows(0, 0)))
 
     def drawn(client: int, round: int) -> Tensor:
         replay = replay_of(method, client_of(method, client, round=round, memory=memory))
@@ -204,7 +204,7 @@ def test_memories_follow_their_clients_wherever_they_run(
 class Stop(Listener):
     """Ends a run in the middle of a round."""
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if (task, round, done) == (2, 1, 1):
             raise KeyboardInterrupt
 

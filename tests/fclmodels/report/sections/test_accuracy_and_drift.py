@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from run_folders import HtmlTables, build_run, write_monitored_run
 
-from fclmodels.federation.monitors.rows import row
+from fclmodels.federation.monitors.rows import make_row
 from fclmodels.report.page import render_page
 from fclmodels.report.read_runs import Group
 from fclmodels.report.sections.accuracy_and_drift import draw_boundaries, draw_drift
@@ -18,8 +18,8 @@ def accuracies(of: dict[tuple[int, int], list[float]]) -> list[dict[str, Any]]:
     """{(task, round): accuracy on each task up to it}, as the monitor notes them."""
     rows = []
     for (task, round), values in of.items():
-        rows += [row("accuracy", task, value, round, about) for about, value in enumerate(values)]
-        rows.append(row("accuracy", task, sum(values) / len(values), round))
+        rows += [make_row("accuracy", task, value, round, about) for about, value in enumerate(values)]
+        rows.append(make_row("accuracy", task, sum(values) / len(values), round))
     return rows
 
 
@@ -49,7 +49,7 @@ def test_seeds_are_averaged_at_each_round_and_nothing_else_is() -> None:
 
 
 def test_drift_begins_anew_with_each_task() -> None:
-    rows = [row("drift", 1, 2.0, 1), row("drift", 1, 3.0, 3), row("drift", 2, 1.0, 3)]
+    rows = [make_row("drift", 1, 2.0, 1), make_row("drift", 1, 3.0, 3), make_row("drift", 2, 1.0, 3)]
     section = draw_drift([Group("fedavg", (build_run("fedavg", PLAIN, rows=rows),))])
     assert section is not None
     (curve,) = section["chart"].curves
@@ -63,8 +63,15 @@ def test_drift_begins_anew_with_each_task() -> None:
 
 def test_the_largest_drift_stands_beside_the_largest_bound_of_its_task() -> None:
     def drift_rows(scale: float) -> list[dict[str, Any]]:
-        drifts = [row("drift", task, scale * value, round) for task, round, value in ((1, 1, 2), (1, 3, 1), (2, 3, 4))]
-        return [*drifts, row("drift_bound", 1, 5, 1), row("drift_bound", 1, 7, 3), row("drift_bound", 2, 6 * scale, 3)]
+        drifts = [
+            make_row("drift", task, scale * value, round) for task, round, value in ((1, 1, 2), (1, 3, 1), (2, 3, 4))
+        ]
+        return [
+            *drifts,
+            make_row("drift_bound", 1, 5, 1),
+            make_row("drift_bound", 1, 7, 3),
+            make_row("drift_bound", 2, 6 * scale, 3),
+        ]
 
     settings = PLAIN | {"optimizer": {"kind": "sgd", "momentum": 0.9, "weight_decay": 0.0}}
     runs = tuple(build_run("special", settings, seed, drift_rows(scale)) for seed, scale in enumerate((1, 3)))
@@ -80,14 +87,14 @@ def test_the_largest_drift_stands_beside_the_largest_bound_of_its_task() -> None
 
 
 def test_without_these_monitors_there_is_nothing_to_draw() -> None:
-    groups = [Group("fedavg", (build_run("fedavg", {}, rows=[row("rho", 1, 0.5, 0)]),))]
+    groups = [Group("fedavg", (build_run("fedavg", {}, rows=[make_row("rho", 1, 0.5, 0)]),))]
     assert draw_boundaries(groups) == []
     assert draw_drift(groups) is None
 
 
 def test_what_was_seen_round_by_round_is_shown_with_its_bound(tmp_path, folders):
-    rows = [row("accuracy", task, 0.5, 5, about) for task in range(3) for about in (*range(task + 1), None)]
-    rows += [row("drift", task, task / 2, 5) for task in (1, 2)] + [row("drift_bound", 2, 8, 5)]
+    rows = [make_row("accuracy", task, 0.5, 5, about) for task in range(3) for about in (*range(task + 1), None)]
+    rows += [make_row("drift", task, task / 2, 5) for task in (1, 2)] + [make_row("drift_bound", 2, 8, 5)]
     text = render_page([*folders[3:6], write_monitored_run(tmp_path / "fot-0", "fot", 0, rows)])
     parsed = HtmlTables(text)
     assert parsed.headed("Its bound") == [[["Task", "Largest drift", "Its bound"], ["3", "1", "8"]]]

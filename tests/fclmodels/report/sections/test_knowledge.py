@@ -15,7 +15,7 @@ from fclmodels.errors import UserError
 from fclmodels.report.read_runs import Group, read_run
 from fclmodels.report.sections.knowledge import draw_prototypes, load_prototypes, load_used_shares, project_to_plane
 from fclmodels.storage import trees
-from fclmodels.storage.digests import file_digest
+from fclmodels.storage.digests import digest_file
 from fclmodels.storage.sealed_json import read_sealed, write_sealed
 from fclmodels.tables import MONITORS
 
@@ -83,7 +83,7 @@ def test_prototypes_of_each_task_are_those_that_its_clients_were_sent(experiment
     knowledge_tree["prototypes"]["known"][1] = False  # nobody has told of it
     trees.save(knowledge_tree, file)
     result = read_sealed(tmp_path / "run" / "result.json")
-    result["files"]["knowledge/task-00.safetensors"] = file_digest(file)
+    result["files"]["knowledge/task-00.safetensors"] = digest_file(file)
     write_sealed(tmp_path / "run" / "result.json", result)
     assert [(of.task, of.label) for of in load_prototypes(read_run(tmp_path / "run"))] == [(0, 0), (1, 2), (1, 3)]
 

@@ -9,7 +9,7 @@ from run_folders import HtmlTables
 
 from fclmodels.report.formatting import format_percent
 from fclmodels.report.page import render_page
-from fclmodels.report.paired_differences import bootstrap_interval
+from fclmodels.report.paired_differences import estimate_interval
 
 
 def test_page_shows_which_task_was_taken_for_which(predicting):
@@ -44,7 +44,7 @@ def test_methods_stand_side_by_side_on_each_task_with_their_differences_seed_by_
     for cells, expected in zip(shown[1:4] + shown[5:], [*means.values(), *differences], strict=True):
         assert [int(cell.replace("−", "-")) for cell in cells[1:]] == pytest.approx(100 * expected, abs=0.501)
     seeds = np.array(ends["joint"])[:, 0] - np.array(ends["fedavg"])[:, 0]
-    low, high = bootstrap_interval(seeds)
+    low, high = estimate_interval(seeds)
     title = (
         f"joint, task 1: {format_percent(seeds.mean())}, {format_percent(low)} to {format_percent(high)} points, n = 3"
     )

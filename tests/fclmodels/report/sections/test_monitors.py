@@ -4,21 +4,21 @@ import re
 
 from run_folders import HtmlTables, write_monitored_run
 
-from fclmodels.federation.monitors.rows import row
+from fclmodels.federation.monitors.rows import make_row
 from fclmodels.report.page import render_page
 
 
 def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     rows = [
-        [row("used_share", task, share, layer=name) for task in range(3) for name in ("fc1", "fc2", None)]
-        + [row("rho", 2, rho, round) for round, rho in enumerate((0.2, 0.4))]
+        [make_row("used_share", task, share, layer=name) for task in range(3) for name in ("fc1", "fc2", None)]
+        + [make_row("rho", 2, rho, round) for round, rho in enumerate((0.2, 0.4))]
         + [
-            row("beta", 1, 0.5, 0, 0),
-            row("beta", 2, 0.125, 0, 0),
-            row("beta", 2, beta, 0, 1),
+            make_row("beta", 1, 0.5, 0, 0),
+            make_row("beta", 2, 0.125, 0, 0),
+            make_row("beta", 2, beta, 0, 1),
         ]
-        + [row("loss_increase", 2, -0.25, about=0), row("loss_increase", 2, 1.5, about=1)]
-        + [row("theorem_bound", 2, 8, about=0), row("theorem_bound", 2, bound, about=1)]
+        + [make_row("loss_increase", 2, -0.25, about=0), make_row("loss_increase", 2, 1.5, about=1)]
+        + [make_row("theorem_bound", 2, 8, about=0), make_row("theorem_bound", 2, bound, about=1)]
         for share, beta, bound in ((0.25, 0.75, 4), (0.75, 0.25, 6))
     ]
     momentum = {"optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
@@ -44,8 +44,12 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
 
 def test_conflicts_between_gradients_are_shown_below_zero_and_above_one(tmp_path, folders):
     of_seeds = [
-        [row("cosine_clients", 1, cosine, round) for round, cosine in ((0, -0.5), (5, 0.1))]
-        + [row("negative_clients", 1, share, 0), row("divergence", 1, 2.5, 0), row("divergence", 2, 4.5, 0)]
+        [make_row("cosine_clients", 1, cosine, round) for round, cosine in ((0, -0.5), (5, 0.1))]
+        + [
+            make_row("negative_clients", 1, share, 0),
+            make_row("divergence", 1, 2.5, 0),
+            make_row("divergence", 2, 4.5, 0),
+        ]
         for share in (0.25, 0.75)
     ]
     watched = [write_monitored_run(tmp_path / f"fot-{seed}", "fot", seed, rows) for seed, rows in enumerate(of_seeds)]

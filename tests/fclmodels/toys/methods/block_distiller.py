@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.inputs.block_outputs import block_outputs
+from fclmodels.backbones.inputs.block_outputs import capture_block_outputs
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Part, Payload
@@ -56,11 +56,11 @@ class BlockDistiller(FedAvg):
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         teacher, backbone = training.part(Teacher), training.network.backbone
         names = backbone.blocks[:2]
-        with block_outputs(backbone, names) as outputs:
+        with capture_block_outputs(backbone, names) as outputs:
             loss = super().loss(training, batch)
         if teacher is None:
             return loss
-        with torch.no_grad(), block_outputs(teacher.network.backbone, names) as targets:
+        with torch.no_grad(), capture_block_outputs(teacher.network.backbone, names) as targets:
             teacher.network.backbone(batch.inputs)
         return loss + 0.1 * sum((outputs[name] - targets[name]).square().mean() for name in names)
 

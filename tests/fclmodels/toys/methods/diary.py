@@ -18,7 +18,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
@@ -43,7 +43,7 @@ class Diary(FedAvg):
 
     def update_form(self, task: int, round: int) -> Form:
         form = super().update_form(task, round)
-        page = outline("sketch", {"page": (len(form["update"].tensors),)}, torch.float64, "each")
+        page = make_outline("sketch", {"page": (len(form["update"].tensors),)}, torch.float64, "each")
         return {**form, "page": page}
 
     def train(self, client: Client, payload: Payload) -> Answer:
@@ -86,7 +86,7 @@ class Diary(FedAvg):
         return Answer({"total": {"total": own_total(client)}}, client.memory)
 
     def total_form(self, task: int, round: int) -> Form:
-        return {"total": outline("statistics", {"total": ()}, torch.float64)}
+        return {"total": make_outline("statistics", {"total": ()}, torch.float64)}
 
     def total_payload(self, total: Tensor) -> Payload:
         return {"total": Part("reference", {"total": total})}
@@ -97,7 +97,7 @@ class Diary(FedAvg):
         return Answer({"share": {"share": share}}, {**client.memory, "asked": client.task})
 
     def share_form(self, task: int, round: int) -> Form:
-        return {"share": outline("statistics", {"share": (3,)}, least="each")}
+        return {"share": make_outline("statistics", {"share": (3,)}, least="each")}
 
 
 def own_total(client: Client) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
@@ -51,14 +51,14 @@ class EveryKind(FedAvg):
     def tell_form(self, task: int, round: int) -> Form:
         head = self.networks.of(self.run.spec(task + 1)).heads[0]
         (classes, features), double = head.weight.shape, torch.float64
-        inputs = outline("samples", {"inputs": (SAMPLES, *self.run.splits.shape)}).tensors
-        labels = outline("samples", {"labels": (SAMPLES,)}, torch.int64).tensors
+        inputs = make_outline("samples", {"inputs": (SAMPLES, *self.run.splits.shape)}).tensors
+        labels = make_outline("samples", {"labels": (SAMPLES,)}, torch.int64).tensors
         sizes = {"weight": (classes,), "sum": (classes, features), "outer": (classes, features, features)}
         form = {
             "samples": Part("samples", {**inputs, **labels}),
-            "gradient": outline("gradient", {"heads.0.weight": (classes, features)}),
-            "generator": outline("generator", {"weight": (features, NOISE)}),
-            "class-statistics": outline("class-statistics", sizes, double),
+            "gradient": make_outline("gradient", {"heads.0.weight": (classes, features)}),
+            "generator": make_outline("generator", {"weight": (features, NOISE)}),
+            "class-statistics": make_outline("class-statistics", sizes, double),
         }
         settings = self.settings
         return {kind: replace(form[kind], least=settings.least, bound=settings.bound) for kind in settings.kinds}

@@ -14,8 +14,8 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, joined_epochs
-from fclmodels.methods.parts.replay_memory import stored_samples
+from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, iterate_joined_epochs
+from fclmodels.methods.parts.replay_memory import unpack_samples
 
 
 class Exemplars(FedAvg):
@@ -43,7 +43,7 @@ class Exemplars(FedAvg):
         return Answer({}, self.memory.add_task(client, network))
 
     def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        return joined_epochs(training.client, stored_samples(training.client.memory))
+        return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return self.cross_entropy_by_task(training.network, training.features(batch), batch.labels, batch.tasks)

@@ -12,7 +12,7 @@ from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Part, Payload, outline
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -41,7 +41,7 @@ class FirstStatistics(FedAvg):
         return replace(server, knowledge={"counts": replies.sum("counts")["counts"], "answers": len(replies.clients)})
 
     def count_form(self, task: int, round: int) -> Form:
-        return {"counts": outline("count", {"counts": (self.run.splits.count_classes(task + 1),)}, torch.float64)}
+        return {"counts": make_outline("count", {"counts": (self.run.splits.count_classes(task + 1),)}, torch.float64)}
 
     def count_classes(self, client: Client, payload: Payload) -> Answer:
         classes = self.run.splits.count_classes(client.task + 1)
@@ -61,7 +61,7 @@ class FirstStatistics(FedAvg):
         return torch.nn.functional.cross_entropy(logits + shift, batch.labels)
 
     def client_weight(self, training: LocalTraining) -> float:
-        moved = training.moved_since(training.start)
+        moved = training.measure_movement(training.start)
         return 1.0 + float(torch.stack([change.norm() for change in moved.values()]).norm())
 
     def largest_weight(self, task: int) -> float:

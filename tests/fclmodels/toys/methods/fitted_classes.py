@@ -14,7 +14,7 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Payload, outline
+from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -93,7 +93,9 @@ class FittedClasses(FedAvg):
             features = RANDOM_FEATURES
         of_products = {"gram": (features, features), "cross": (features, classes)}
         of_classes = {"weight": (classes,), "sum": (classes, features), "outer": (classes, features, features)}
-        return {"sums": outline("class-statistics", of_products if self.is_of_products else of_classes, torch.float64)}
+        return {
+            "sums": make_outline("class-statistics", of_products if self.is_of_products else of_classes, torch.float64)
+        }
 
     @torch.no_grad()
     def add_up(self, client: Client, payload: Payload) -> Answer:

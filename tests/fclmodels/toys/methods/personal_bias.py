@@ -17,7 +17,7 @@ class OwnBias(TrainedNetwork):
     def personal_names(self, network: Network) -> set[str]:
         return {"heads.0.bias"}
 
-    def undownloaded_names(self, spec: ModelSpec) -> set[str]:
+    def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
         return {"heads.0.bias"}
 
 

@@ -19,8 +19,8 @@ from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.replies import TreeSum
 from fclmodels.federation.executors.ray import cluster as ray_cluster
-from fclmodels.federation.executors.ray.cluster import CHUNKS, RayCluster, chunks_of
-from fclmodels.federation.executors.ray.start import cluster, refuse_silence
+from fclmodels.federation.executors.ray.cluster import CHUNKS, RayCluster, split_into_chunks
+from fclmodels.federation.executors.ray.start import connect_cluster, refuse_silence
 from fclmodels.federation.messages import Block
 
 MakeExperiment = Callable[..., Experiment]
@@ -91,7 +91,7 @@ class At(Listener):
     def __init__(self, moments: dict[tuple[int, int, int], Callable[[], object]]) -> None:
         self.moments = moments
 
-    def client_done(self, task: int, round: int, done: int, of: int) -> None:
+    def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         if moment := self.moments.pop((task, round, done), None):
             moment()
 
@@ -201,8 +201,8 @@ def test_a_cluster_of_its_own_ends_with_the_command_and_leaves_nothing(tmp_path:
     program = """
 import os, sys
 from pathlib import Path
-from fclmodels.federation.executors.ray.start import cluster
-with cluster(1) as ray:
+from fclmodels.federation.executors.ray.start import connect_cluster
+with connect_cluster(1) as ray:
     print(ray.nodes()[0]["NodeManagerAddress"])
     print(*Path("/tmp").glob("fcl-ray-*"))
 """
@@ -224,7 +224,7 @@ def test_chunks_are_nodes_of_the_tree_and_enough_for_every_actor() -> None:
     random = torch.Generator().manual_seed(0)
     for actors, n in product((1, 2, 7), (1, 2, 9, 64, 147)):
         values = torch.randn(n, 5, generator=random)
-        chunks = chunks_of(range(n), actors)
+        chunks = split_into_chunks(range(n), actors)
         assert [client for chunk in chunks for client in chunk.clients] == list(range(n))
         assert len(chunks) >= min(n, CHUNKS * actors)
         whole, blocks = TreeSum(n), TreeSum(n)
@@ -240,7 +240,7 @@ def test_chunks_are_nodes_of_the_tree_and_enough_for_every_actor() -> None:
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'fclflow\[ray\]'"), cluster():
+    with pytest.raises(UserError, match=r"pip install 'fclflow\[ray\]'"), connect_cluster():
         pass
 
 
