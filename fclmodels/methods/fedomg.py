@@ -3,6 +3,7 @@
 It does nothing against forgetting by itself: it is STAMP's alignment between clients alone, Table 2's ablation (1).
 """
 
+from pydantic import Field
 from torch import Tensor
 
 from fclmodels.federation.engine.replies import Replies
@@ -20,7 +21,7 @@ class FedOMG(FedAvg):
     paper = "Federated Domain Generalization with Data-free On-server Gradient Matching"
 
     class Settings(AlignmentSettings, FedAvg.Settings):
-        pass
+        normalise: bool = Field(False, description="bring all updates to their mean length first, as STAMP does")
 
     settings: Settings
 

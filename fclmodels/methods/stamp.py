@@ -1,23 +1,31 @@
 """STAMP: spatio-temporal gradient alignment with a prototypical coreset (Algorithm 1).
 
 FedAvg with two parts. On the server GA replaces the mean of the clients' updates (gradient_alignment.py, "spatio"). On
-a client, from its second task on, GA combines the current task's gradient with one of each task that it has had
-("temporal"): by step at the same weights, or by round, where each task's vector is the displacement of equally many
-steps from the round's start. Past tasks' gradients are those of coreset samples (coreset_memory.py), or of prototypes
-(eq. 3), which are features: they reach the head only, so the backbone keeps the current gradient. Eq. 7's prototypical
-network trains the encoder.
+a client, from its second task on, GA combines a vector of the current task with one of each task that it has had
+("temporal"):
+
+- algorithm1, the paper's: after the round's local steps, from theta to theta', the mean g~ of their gradients and a
+  gradient g_i of each past task at theta'; theta <- theta - eta_g GA(g~, g_1, ..) (lines 9 to 21). Line 16's weights
+  theta^(r,e) and the sum over e say that local steps move the model, as in FedAvg. The displacement theta' - theta
+  stands for g~, which under plain SGD is - eta S g~ over S steps, and the g_i are brought to its scale by
+  ||theta' - theta|| / ||g~||; so eta_g = eta S times `temporal_lr`, which is 1.
+- step: at the same weights in each local step. round: displacements of equally many steps from the round's start.
+
+Past tasks' gradients are those of coreset samples (coreset_memory.py, line 16), or of prototypes (eq. 3): the mean
+features of each stored class on the present model, through which the gradient reaches the backbone. Eq. 7's
+prototypical network trains the encoder, with such prototypes of the other classes.
 
 Table 2's (1) is spatio, (2) temporal with selection: random and protonet: 0, (3) coreset and prototypical network.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 
-from fclmodels.backbones.layers.norms import list_statistics
+from fclmodels.backbones.layers.norms import leave_statistics
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
@@ -32,11 +40,10 @@ from fclmodels.federation.training.local_training import LocalTraining, make_opt
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.coreset_memory import CoresetMemory, CoresetSettings
 from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, require_single_updates
-from fclmodels.methods.parts.replay_memory import draw_batch, unpack_samples
-from fclmodels.numerics.protonet import prototype_loss
+from fclmodels.methods.parts.past_tasks import Gradients, PastTasks, isolate_pass
+from fclmodels.methods.parts.replay_memory import unpack_samples
+from fclmodels.numerics.protonet import average_classes, prototype_loss
 from fclmodels.randomness import seed_torch
-
-Gradients = dict[str, Tensor]
 
 
 class Stamp(FedAvg):
@@ -47,20 +54,28 @@ class Stamp(FedAvg):
 
     class Settings(CoresetSettings, AlignmentSettings, FedAvg.Settings):
         spatio: bool = Field(True, description="align the clients' updates on the server; false: average them")
-        temporal: Literal["step", "round", "none"] = Field(
-            "step", description="align gradients of tasks on each client in every step, or displacements in every round"
+        temporal: Literal["algorithm1", "step", "round", "none"] = Field(
+            "algorithm1",
+            description="alignment of tasks on each client. algorithm1, the paper's: once a round, the mean gradient "
+            "of its local steps with a gradient of each past task; step: gradients in every step; round: displacements "
+            "of as many steps on each task, near the release's",
+        )
+        temporal_lr: PositiveFloat = Field(
+            1.0, le=1e3, description="under temporal: algorithm1, eta_g of its line 21, in times the local steps' own"
         )
         tasks_from: Literal["coreset", "prototypes"] = Field(
-            "coreset", description="what past tasks' gradients are of; prototypes: of the head only (eq. 3)"
+            "coreset",
+            description="what past tasks' gradients are of; prototypes: of their classes' mean features (eq. 3)",
         )
+        clients: AlignmentSettings = AlignmentSettings()  # of tasks on each client; those above are the server's
         protonet: float = Field(0.1, ge=0, description="weight of the prototypical network's loss (eq. 7); 0: without")
 
         @model_validator(mode="after")
         def _something_is_aligned(self) -> "Stamp.Settings":
-            if self.temporal != "step" and self.tasks_from == "prototypes":
-                raise ValueError(
-                    "tasks_from: prototypes gives gradients, for the alignment of steps: use temporal: step."
-                )
+            if self.temporal in ("round", "none") and self.tasks_from == "prototypes":
+                raise ValueError("tasks_from: prototypes gives gradients: use temporal: algorithm1, or temporal: step.")
+            if self.temporal != "algorithm1" and self.temporal_lr != type(self).model_fields["temporal_lr"].default:
+                raise ValueError("temporal_lr needs temporal: algorithm1.")
             if self.temporal == "none" and not self.spatio:
                 raise ValueError("spatio: false and temporal: none leave nothing to align. Use method fedavg.")
             return self
@@ -70,6 +85,7 @@ class Stamp(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.alignment = GradientAlignment(settings)
+        self.alignment_of_tasks = GradientAlignment(settings.clients)
         self.coreset = CoresetMemory(settings, run, self.name)
         self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
 
@@ -120,59 +136,58 @@ class Stamp(FedAvg):
         loss = self.cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
         if self.settings.protonet:
             past = training.part(PastTasks)
-            prototypes = past.prototypes if past else make_no_prototypes(features)
+            prototypes = past.compute_prototypes(training) if past else make_no_prototypes(features)
             loss = loss + self.settings.protonet * prototype_loss(features, batch.labels, *prototypes)
         return loss
 
     def gradient(self, training: LocalTraining) -> None:
         """Replace gradients, under `temporal: step`, by GA of the current gradient and one of each past task."""
         past = training.part(PastTasks)
-        if past is None or self.settings.temporal != "step":
+        if past is None:
             return
-        by_prototypes = self.settings.tasks_from == "prototypes"
-        gradients = (
-            self.yield_prototype_gradients(training, past) if by_prototypes else self.sample_gradients(training, past)
-        )
-        for name, gradient in self.align_tasks([training.gradients, *gradients]).items():
-            training.parameters[name].grad = gradient
+        if self.settings.temporal == "algorithm1":
+            past.add_gradients(training.gradients)
+        elif self.settings.temporal == "step":
+            vectors = past.reserve_table(training.parameters).fill(self.compute_past_gradients(training, past))
+            for name, gradient in self.align_tasks(training.gradients, vectors).items():
+                training.parameters[name].grad = gradient
 
-    def sample_gradients(self, training: LocalTraining, past: "PastTasks") -> Iterator[Gradients]:
-        """Yield a gradient of each past task's samples at the present weights, by name."""
+    def compute_past_gradients(self, training: LocalTraining, past: PastTasks) -> Iterator[Gradients]:
+        """Yield a gradient of each past task at the present weights, by name: of samples or of prototypes."""
+        loss = self.loss if self.settings.tasks_from == "coreset" else self.compute_prototype_loss
         for task in past.samples:
-            yield training.compute_gradients(self.loss(training, past.draw(task)))
+            with isolate_pass(training):
+                value = loss(training, past.draw(task))
+            yield training.compute_gradients(value)
 
-    def yield_prototype_gradients(self, training: LocalTraining, past: "PastTasks") -> Iterator[Gradients]:
-        """Yield a gradient of the head by each past task's prototypes (eq. 3), as long as the current one.
-
-        Prototypes are features of evaluation mode: beside batch normalisation in training mode their gradients have
-        another scale, and blow up the head.
-        """
-        head = [name for name in training.parameters if name.startswith("heads.")]
-        current = compute_length([g for name, g in training.gradients.items() if name in head])
-        means, labels = past.prototypes
-        for task, samples in past.samples.items():
-            mine = torch.isin(labels, samples.labels.to(labels))
-            loss = self.cross_entropy(training.network, means[mine], labels[mine].long(), task)
-            yield scale_to_length(training.compute_gradients(loss, head), current)
+    def compute_prototype_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        """Return the mean over the batch's classes of the cross entropy of their mean features (eq. 3)."""
+        means, labels = average_classes(training.network.backbone(batch.inputs), batch.labels)
+        return self.cross_entropy(training.network, means, labels, int(batch.tasks[0]))
 
     def finish_training(self, training: LocalTraining) -> None:
-        """Move, under `temporal: round`, by GA of displacements of equally many steps on the current and past tasks."""
+        """Move from the round's start by GA of a vector of the current task and one of each past task."""
         past = training.part(PastTasks)
-        if past is None or self.settings.temporal != "round":
+        if past is None or self.settings.temporal not in ("algorithm1", "round"):
             return
-        network, start = training.network, training.start
-        statistics = {name: network.get_buffer(name).clone() for name in list_statistics(network)}
-        moved = [training.measure_movement(start)]
-        for task in past.samples:
-            self.train_on_past(training, past, task)
-            moved.append({name: d for name, d in training.measure_movement(start).items() if d.any()})
-        training.move_from(start, {**moved[0], **self.align_tasks(moved)})
-        with torch.no_grad():
-            for name, value in statistics.items():
-                network.get_buffer(name).copy_(value)
+        client, moved = training.client, training.measure_movement(training.start)
+        with seed_torch(client.run.seed, "coreset", client.task, client.round, client.index, device=client.run.device):
+            if self.settings.temporal == "algorithm1":
+                vectors = self.compute_past_steps(training, past, moved)
+            else:
+                vectors = (self.train_on_past(training, past, task) for task in past.samples)
+            aligned = {**moved, **self.align_tasks(moved, past.reserve_table(training.parameters).fill(vectors))}
+        training.move_from(training.start, {name: d * self.settings.temporal_lr for name, d in aligned.items()})
 
-    def train_on_past(self, training: LocalTraining, past: "PastTasks", task: int) -> None:
-        """Train from the round's start on a past task's samples, as many steps as the round has."""
+    def compute_past_steps(self, training: LocalTraining, past: PastTasks, moved: Gradients) -> Iterator[Gradients]:
+        """Yield - s g_i of each past task, s the length of the local steps' move over that of their mean gradient."""
+        mean = compute_length(past.sum.values()) / past.steps
+        scale = -compute_length(moved.values()) / mean if mean > 0 else mean
+        for gradients in self.compute_past_gradients(training, past):
+            yield {name: gradient * scale for name, gradient in gradients.items()}
+
+    def train_on_past(self, training: LocalTraining, past: PastTasks, task: int) -> Gradients:
+        """Return how far as many steps as the round has go on a past task's samples, from the round's start."""
         client = training.client
         federation = client.run.params.federation
         with torch.no_grad():
@@ -180,48 +195,23 @@ class Stamp(FedAvg):
                 parameter.copy_(training.start[name])
         optimiser = make_optimiser(client.run.params.optimizer, list(training.parameters.values()), client.round)
         steps = federation.local_epochs * -(-len(client.rows) // federation.batch_size)
-        key = ("coreset", client.task, client.round, client.index, task)
-        with seed_torch(client.run.seed, *key, device=client.run.device):
+        with leave_statistics(training.network):
             for _ in range(steps):
                 training.take_step(past.draw(task), [optimiser])
+        return {name: d for name, d in training.measure_movement(training.start).items() if d.any()}
 
-    def align_tasks(self, vectors: list[Gradients]) -> Gradients:
+    def align_tasks(self, current: Gradients, past: list[Gradients]) -> Gradients:
         """Return GA of tasks' vectors, over the names that past tasks' have; a name that one lacks counts as zeros."""
-        names = {name: g for vector in vectors[1:] for name, g in vector.items()}
-        if not names:  # past tasks whose loss is 0 to the bit move nothing
+        if not past or not past[0]:  # past tasks whose loss is 0 to the bit move nothing
             return {}
-        filled = [
-            {n: vector[n] if n in vector else torch.zeros_like(g) for n, g in names.items()} for vector in vectors
-        ]
-        return self.alignment.align(filled)
-
-
-class PastTasks:
-    """The coreset of a client in one training: samples by task, and prototypes (means [L, F], labels [L])."""
-
-    def __init__(self, client: Client, samples: Batch) -> None:
-        self.client = client
-        self.random = client.generator("replay")
-        self.augmenting = client.run.batches.make_device_generator(self.random)
-        tasks = samples.tasks.unique().tolist()
-        self.samples = {task: samples.take(samples.tasks.eq(task).nonzero().flatten()) for task in tasks}
-        stored, device = client.memory["prototypes"], client.run.device
-        self.prototypes = stored["means"].to(device), stored["labels"].to(device)
-
-    def draw(self, task: int) -> Batch:
-        return draw_batch(self.client, self.samples[task], self.random, self.augmenting)
+        filled = {name: current[name] if name in current else torch.zeros_like(g) for name, g in past[0].items()}
+        return self.alignment_of_tasks.align([filled, *past])
 
 
 def make_no_prototypes(features: Tensor) -> tuple[Tensor, Tensor]:
     return features[:0].detach(), torch.zeros(0, dtype=torch.int64, device=features.device)
 
 
-def compute_length(vector: Iterable[Tensor]) -> Tensor:
+def compute_length(vector: Collection[Tensor]) -> Tensor:
     """Return the norm over all tensors together."""
     return torch.stack(torch._foreach_norm(list(vector))).norm()
-
-
-def scale_to_length(vector: Gradients, size: Tensor) -> Gradients:
-    """Return the vector scaled to a length; a vector of zeros stays as it is."""
-    present = compute_length(vector.values())
-    return {name: g * (size / present) for name, g in vector.items()} if present > 0 else vector

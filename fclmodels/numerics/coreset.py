@@ -1,14 +1,14 @@
 """Few samples that stand for a class (STAMP eq. 5 and 6, Algorithm 2): those with a mean embedding near p^l.
 
 Eq. 5 adds the mean of the stored samples to that of the new ones; here the mean of both together is compared with p^l.
-Both ways of selection are deterministic, and herding comes nearer: its subsets are at 0.25 to 0.6 of a random
-one's distance, while for a new class the relaxed weights select no better than chance.
+Algorithm 2 relaxes the choice to weights a_i and takes the largest. For a new class that says nothing: with all a_i = 1
+the weighted mean is p^l itself, so which ones come out largest is the descent's accident (by projected gradient, the
+longest vectors, whose mean is farther from p^l than random ones'). Herding chooses one by one instead, and its subsets
+are at 0.25 to 0.6 of a random one's distance.
 """
 
 import torch
 from torch import Tensor
-
-RELAXED_STEPS = 200
 
 
 def running_mean(stored: Tensor, before: int, new: Tensor) -> Tensor:
@@ -40,22 +40,6 @@ def select_by_herding(new: Tensor, k: int, target: Tensor, stored: Tensor) -> Te
         free[best] = False
         total = total + new[best]
     return torch.tensor(selected, dtype=torch.int64)
-
-
-def select_by_relaxation(new: Tensor, k: int, target: Tensor, stored: Tensor) -> Tensor:
-    """Return indices [k] of the largest a_i in [0, 1] that bring (sum_stored x + sum_i a_i x_i) / (m + k) near target.
-
-    By projected gradient from 0, near the 1/n of Algorithm 2; of equal a_i the first. Equal weights solve the problem
-    for a new class, so the result depends on the start.
-    """
-    X, count = new.double(), len(stored) + min(k, len(new))
-    rest = count * target.double() - stored.double().sum(0)
-    gram, slope = X @ X.T, X @ rest
-    a = X.new_zeros(len(X))
-    step = 1 / max(float(torch.linalg.matrix_norm(gram, 2)), 1e-12)
-    for _ in range(RELAXED_STEPS):
-        a = (a - step * (gram @ a - slope)).clamp(0, 1)
-    return a.sort(descending=True, stable=True).indices[: min(k, len(X))].cpu()
 
 
 def mix_styles(content: Tensor, style: Tensor, share: float) -> Tensor:

@@ -5,6 +5,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 
+def average_classes(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean features [L, F] of the classes among labels [B], in rising order, and their labels [L]."""
+    present, places, counts = labels.unique(return_inverse=True, return_counts=True)
+    sums = features.new_zeros(len(present), features.shape[1]).index_add(0, places, features)
+    return sums / counts[:, None], present
+
+
 def prototype_loss(features: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> Tensor:
     """Return the mean over samples z of -log softmax_l(-||z - p_l||^2) at z's class, over classes with a prototype.
 

@@ -87,6 +87,19 @@ def fix_statistics(network: nn.Module) -> None:
 
 
 @contextmanager
+def leave_statistics(network: nn.Module) -> Iterator[None]:
+    """While open, layers in training mode normalise by the batch and leave their running statistics as they are."""
+    layers = [layer for layer in _find_norms(network) if layer.training and layer.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+@contextmanager
 def use_statistics_of(network: nn.Module, inputs: Tensor) -> Iterator[None]:
     """While open, layers without statistics normalise by those of these inputs, as constants.
 
