@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from fclmodels.backbones.model.torchvision_weights import find_weights_file
+from fclmodels.backbones.model.published_weights import find_weights_file
 from fclmodels.errors import UserError
 from fclmodels.settings.load import load_params
 from flows.compare import compare

@@ -1,4 +1,4 @@
-"""A vision transformer (Dosovitskiy et al. 2021) as torchvision has it, whose ViT-B/16 loads; or any smaller one.
+"""A vision transformer (Dosovitskiy et al. 2021): torchvision's and timm's ViT-B/16 load; or any smaller one.
 
 ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. Methods attach
 tokens (PIP eq. 2), prefixes (eq. 3 and 4) and LoRA (Hu et al. 2021) to its layers (prompt_adapters.py).
@@ -20,21 +20,25 @@ from fclmodels.errors import UserError
 from fclmodels.settings.schema import BackboneSettings
 
 EPS = 1e-6
-# Parts of torchvision's names and ours; linear_1 and linear_2 are in its older files.
+# Parts of torchvision's and timm's names, and ours; linear_1 and linear_2 are in torchvision's older files. timm's qkv
+# has W_Q, W_K and W_V below each other, as in_proj has.
 OWN_NAMES = {
-    r"^class_token$": "embed.class_token",
-    r"^conv_proj\.": "embed.patches.",
-    r"^encoder\.pos_embedding$": "embed.positions",
-    r"^encoder\.layers\.encoder_layer_": "layers.",
+    r"^(class_token|cls_token)$": "embed.class_token",
+    r"^(conv_proj|patch_embed\.proj)\.": "embed.patches.",
+    r"^(encoder\.pos_embedding|pos_embed)$": "embed.positions",
+    r"^(encoder\.layers\.encoder_layer_|blocks\.)": "layers.",
     r"^encoder\.ln\.": "norm.",
+    r"\.norm([12])\.": r".ln_\1.",
     r"\.in_proj_": ".in_proj.",
-    r"\.mlp\.linear_1\.": ".mlp.0.",
-    r"\.mlp\.(linear_2|3)\.": ".mlp.2.",
+    r"\.attn\.qkv\.": ".self_attention.in_proj.",
+    r"\.attn\.proj\.": ".self_attention.out_proj.",
+    r"\.mlp\.(linear_1|fc1)\.": ".mlp.0.",
+    r"\.mlp\.(linear_2|3|fc2)\.": ".mlp.2.",
 }
 
 
 class Vit(Backbone):
-    """A vision transformer of any size, for images and prompts; torchvision's ViT-B/16 loads."""
+    """A vision transformer of any size, for images and prompts; torchvision's and timm's ViT-B/16 load."""
 
     name = "vit"
 
@@ -127,7 +131,7 @@ class VitNet(FeatureNet):
         return normed
 
     def rename_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors with torchvision's names or ours by ours, positions resized to this grid."""
+        """Return tensors with torchvision's names, timm's or ours by ours, positions resized to this grid."""
         own = {_translate_name(name): tensor for name, tensor in tensors.items()}
         positions = own.get("embed.positions")
         if positions is not None and positions.ndim == 3 and positions.shape[1] != self.embed.positions.shape[1]:

@@ -66,7 +66,7 @@ def list_optional_modules(params: Params) -> dict[str, bool]:
         "fclmodels.numerics.robust_means": params.federation.aggregation != "mean",
         "fclmodels.federation.training.frozen_activations": params.model.keep_frozen,
         "fclmodels.backbones.model.weights": params.model.weights is not None,
-        "fclmodels.backbones.model.torchvision_weights": params.model.weights is not None,
+        "fclmodels.backbones.model.published_weights": params.model.weights is not None,
     }
 
 

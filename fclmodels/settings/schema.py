@@ -77,7 +77,7 @@ class BackboneSettings(Settings):
     )
     weights: Path | None = Field(
         None,
-        description="state dict (.safetensors or .pth) to start from; torchvision: the one that it publishes",
+        description="state dict (.safetensors or .pth) to start from; torchvision or timm: what it publishes",
     )
     fresh: tuple[str, ...] = Field((), description="blocks that keep their random start where weights are read")
 

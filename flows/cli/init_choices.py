@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fclmodels.backbones.model.torchvision_weights import PUBLISHED
+from fclmodels.backbones.model.published_weights import PUBLISHERS
 from fclmodels.plugins import find
 from flows.cli.init_folder import FolderSummary, format_range
 
@@ -88,7 +88,7 @@ def find_offer(summary: FolderSummary) -> Offer | None:
             return offer
     import torch
 
-    file = Path(torch.hub.get_dir(), "checkpoints", PUBLISHED["resnet18"])
+    file = Path(torch.hub.get_dir(), "checkpoints", PUBLISHERS["torchvision"].files["resnet18"])
     if summary.channels == 3 and summary.side >= GPU_SIDE and file.is_file():
         model = {"backbone": "resnet18", "weights": "torchvision"}
         return Offer("ImageNet's of resnet18", _list_settings({"size": GPU_SIDE, **IMAGENET}, model))

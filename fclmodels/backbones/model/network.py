@@ -48,7 +48,7 @@ def build_network(spec: ModelSpec, generator: torch.Generator) -> Network:
     list_frozen(spec, network)
     fresh = list_blocks(spec, network, "fresh")
     if weights := spec.settings.get("weights"):
-        from fclmodels.backbones.model.torchvision_weights import find_weights_file
+        from fclmodels.backbones.model.published_weights import find_weights_file
         from fclmodels.backbones.model.weights import load_weights
 
         backbone = network.backbone if spec.adapter is None else network.backbone.get_submodule("frozen")

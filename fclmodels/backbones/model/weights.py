@@ -12,11 +12,11 @@ from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.layers.norms import BUFFERS, list_counters
 from fclmodels.errors import UserError
 
-SKIPPED = ("fc.", "head.", "heads.", "prompts.")
+SKIPPED = ("fc.", "head.", "heads.", "pre_logits.", "prompts.")
 
 
 def load_weights(backbone: FeatureNet, path: Path, fresh: Sequence[str] = ()) -> None:
-    """Fill the backbone, except the blocks `fresh`, from a state dict of its own names (torchvision's, or a run's)."""
+    """Fill the backbone, except the blocks `fresh`, from a state dict (torchvision's, timm's for a vit, or a run's)."""
     skipped = (*SKIPPED, *(f"{block}." for block in fresh))
     tensors = backbone.rename_tensors({_strip_prefix(name): tensor for name, tensor in read_tensors(path).items()})
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}

@@ -148,6 +148,83 @@ def test_vit_b_16_is_within_reach() -> None:
     assert sum(p.numel() for p in ours.parameters()) == 86_567_656 - 769 * 1000
 
 
+def timms_shapes(classes: int, depth: int, D: int, mlp: int, patch: int, tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of timm's vision transformer, with the head and the layer before it of older files."""
+    block = {
+        "norm1": (D,),
+        "attn.qkv": (3 * D, D),
+        "attn.proj": (D, D),
+        "norm2": (D,),
+        "mlp.fc1": (mlp, D),
+        "mlp.fc2": (D, mlp),
+    }
+    layers = {
+        "patch_embed.proj": (D, 3, patch, patch),
+        **{f"blocks.{index}.{name}": shape for index in range(depth) for name, shape in block.items()},
+        "norm": (D,),
+        "pre_logits.fc": (D, D),
+        "head": (classes, D),
+    }
+    both = {name: {f"{name}.weight": shape, f"{name}.bias": shape[:1]} for name, shape in layers.items()}
+    return {
+        "cls_token": (1, 1, D),
+        "pos_embed": (1, tokens, D),
+        **{name: shape for parts in both.values() for name, shape in parts.items()},
+    }
+
+
+def timms_block(tokens: np.ndarray, weights: dict[str, np.ndarray], heads: int) -> np.ndarray:
+    """Tokens [S, D] through a block: h + attention(norm1(h)), then h + fc2(gelu(fc1(norm2(h)))); its own arithmetic."""
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        centred = x - x.mean(1, keepdims=True)
+        scale = np.sqrt((centred**2).mean(1, keepdims=True) + 1e-6)
+        return centred / scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return np.einsum("sd,od->so", x, weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+
+    S, D = tokens.shape
+    q, k, v = linear(norm(tokens, "norm1"), "attn.qkv").reshape(S, 3, heads, D // heads).transpose(1, 2, 0, 3)
+    shares = np.exp(np.einsum("hsd,htd->hst", q, k) / np.sqrt(D // heads))
+    shares /= shares.sum(2, keepdims=True)
+    h = tokens + linear(np.einsum("hst,htd->shd", shares, v).reshape(S, D), "attn.proj")
+    hidden = linear(norm(h, "norm2"), "mlp.fc1")
+    return h + linear(hidden / 2 * (1 + erf(hidden / np.sqrt(2))), "mlp.fc2")
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize("head", [True, False])
+def test_timms_vit_b_16_of_imagenet_21k_fits(tmp_path: Path, head: bool) -> None:
+    shapes = timms_shapes(21_843, 12, 768, 3072, 16, 1 + 14**2)
+    if not head:
+        shapes = {name: s for name, s in shapes.items() if not name.startswith(("head.", "pre_logits."))}
+    weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}  # without memory of their own
+    torch.save(weights, tmp_path / "vit.pth")
+    with torch.device("meta"):
+        ours = build((3, 224, 224), **VIT_B_16)
+    load_weights(ours, tmp_path / "vit.pth")
+    # timm's page gives 85.8 million parameters without a head.
+    assert sum(np.prod(s) for n, s in shapes.items() if not n.startswith(("head.", "pre_logits."))) == 85_798_656
+    assert sum(p.numel() for p in ours.parameters()) == 85_798_656
+
+
+def test_with_timms_weights_a_block_is_timms(tmp_path: Path) -> None:
+    shapes = timms_shapes(7, 2, 16, 32, 8, 1 + 4**2)
+    weights = {name: 0.3 * drawn(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    net = build()
+    load_weights(net, saved(weights, tmp_path))
+    tokens = drawn(1, 5, 16).double()
+    for index, layer in enumerate(net.double().layers):
+        prefix = f"blocks.{index}."
+        own = {n.removeprefix(prefix): w.double().numpy() for n, w in weights.items() if n.startswith(prefix)}
+        with torch.no_grad():
+            output = layer(tokens, Attached(), 5)[0].numpy()
+        np.testing.assert_allclose(output, timms_block(tokens[0].numpy(), own, heads=2), atol=1e-12)
+    assert torch.equal(net.embed.positions.float(), weights["pos_embed"])
+    assert torch.equal(net.norm.bias.float(), weights["norm.bias"])
+
+
 def test_its_own_names_load_again(tmp_path: Path) -> None:
     first, again = redrawn(build()), build()
     load_weights(again, saved({f"backbone.{name}": w for name, w in first.state_dict().items()}, tmp_path))

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from fclmodels.backbones.model.network import build_skeleton
+from fclmodels.backbones.model.published_weights import PUBLISHERS
 from fclmodels.backbones.model.spec import ModelSpec
-from fclmodels.backbones.model.torchvision_weights import PUBLISHED
 from fclmodels.data.splits.make_splits import make_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
@@ -124,7 +124,7 @@ def load_offered(fcl: Fcl, capsys: pytest.CaptureFixture[str]) -> tuple[object, 
 def test_init_offers_weights_of_imagenet_where_they_are(fcl: Fcl, capsys: pytest.CaptureFixture[str]) -> None:
     write_images(Path("photos"), ("indoors", "outdoors"), ("cat", "dog"), 3, 80, "RGB")
     assert find_offer(inspect_folder(Path("photos"))) is None
-    file = Path(torch.hub.get_dir(), "checkpoints", PUBLISHED["resnet18"])
+    file = Path(torch.hub.get_dir(), "checkpoints", PUBLISHERS["torchvision"].files["resnet18"])
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
     data, model = load_offered(fcl, capsys)

@@ -1,12 +1,13 @@
-"""torchvision's weights: fetched once from a server, here a folder, and checked by the hash in their name."""
+"""Published weights: fetched once from a server, here a folder, and checked by the hash in their name."""
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from fclmodels.backbones.model import torchvision_weights
+from fclmodels.backbones.model import published_weights
 from fclmodels.errors import UserError
 
 
@@ -20,19 +21,19 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"vit": f"vit_b_16-{hash_prefix}.pth", "swin-t": "swin_t-00000000.pth", "alexnet": "alexnet-not-there.pth"}
     (folder / names["swin-t"]).write_bytes((folder / "new.pth").read_bytes())
     (folder / "new.pth").rename(folder / names["vit"])
-    monkeypatch.setattr(torchvision_weights, "SERVER", f"{folder.as_uri()}/")
-    monkeypatch.setattr(torchvision_weights, "PUBLISHED", names)
+    publishers = {"torchvision": published_weights.Publisher(f"{folder.as_uri()}/", names)}
+    monkeypatch.setattr(published_weights, "PUBLISHERS", publishers)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     return folder
 
 
 def test_a_file_is_fetched_once(server: Path, tmp_path: Path) -> None:
-    file = torchvision_weights.find_weights_file(Path("torchvision"), "vit")
+    file = published_weights.find_weights_file(Path("torchvision"), "vit")
     assert torch.load(file, weights_only=True)["x"].tolist() == [1, 1, 1]
     for source in server.iterdir():
         source.unlink()
-    assert torchvision_weights.find_weights_file(Path("torchvision"), "vit") == file
-    assert torchvision_weights.find_weights_file(tmp_path / "own.pth", "vit") == tmp_path / "own.pth"
+    assert published_weights.find_weights_file(Path("torchvision"), "vit") == file
+    assert published_weights.find_weights_file(tmp_path / "own.pth", "vit") == tmp_path / "own.pth"
 
 
 @pytest.mark.parametrize(
@@ -45,5 +46,11 @@ def test_a_file_is_fetched_once(server: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_had_is_told(backbone: str, message: str, server: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        torchvision_weights.find_weights_file(Path("torchvision"), backbone)
+        published_weights.find_weights_file(Path("torchvision"), backbone)
     assert not [*(tmp_path / "hub").rglob("*.pth")]
+
+
+def test_every_publisher_has_a_vit_with_a_hash_in_its_name() -> None:
+    for publisher in published_weights.PUBLISHERS.values():
+        assert re.fullmatch("https://.*/", publisher.server)
+        assert re.fullmatch(r".*-[0-9a-f]{8}\.pth", publisher.files["vit"])

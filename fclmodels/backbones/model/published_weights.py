@@ -1,0 +1,55 @@
+"""`model.weights: torchvision` or `timm`: the file that a library publishes for a backbone, fetched once.
+
+Its name ends in the first digits of its SHA-256, by which it is checked.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fclmodels.errors import UserError
+
+
+class Publisher(NamedTuple):
+    server: str
+    files: dict[str, str]  # by backbone
+
+
+PUBLISHERS = {
+    "torchvision": Publisher(  # of ImageNet, its first 1,000 classes
+        "https://download.pytorch.org/models/",
+        {
+            "alexnet": "alexnet-owt-7be5be79.pth",
+            "resnet18": "resnet18-f37072fd.pth",
+            "swin-t": "swin_t-704ceda3.pth",
+            "vit": "vit_b_16-c867db91.pth",
+        },
+    ),
+    "timm": Publisher(  # vit_base_patch16_224.orig_in21k: of ImageNet-21k, which PIP's release starts from
+        "https://github.com/huggingface/pytorch-image-models/releases/download/v0.1-vitjx/",
+        {"vit": "jx_vit_base_patch16_224_in21k-e5005f0a.pth"},
+    ),
+}
+
+
+def find_weights_file(weights: Path, backbone: str) -> Path:
+    """Return the file that `model.weights` names, or a publisher's for this backbone, fetched if it is missing."""
+    publisher = PUBLISHERS.get(str(weights))
+    if publisher is None:
+        return weights
+    if backbone not in publisher.files:
+        names = ", ".join(publisher.files)
+        raise UserError(f"model.weights: {weights} publishes none for {backbone}, but for {names}. Name a file.")
+    name = publisher.files[backbone]
+    file = Path(torch.hub.get_dir(), "checkpoints", name)
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        hash_prefix = name.removesuffix(".pth").rpartition("-")[2]
+        try:
+            torch.hub.download_url_to_file(publisher.server + name, str(file), hash_prefix, progress=False)
+        except (OSError, RuntimeError) as problem:  # RuntimeError: another hash
+            raise UserError(
+                f"model.weights: {publisher.server}{name} cannot be fetched ({problem}). Name a file instead."
+            ) from None
+    return file
