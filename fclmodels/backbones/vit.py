@@ -79,7 +79,8 @@ class Attached:
     """Tensors that a method attaches to one layer, with a row for each sample."""
 
     tokens: Tensor | None = None  # [B, L, D], before the layer's input; their outputs are dropped
-    prefix: tuple[Tensor, Tensor] | None = None  # (p_K, p_V), each [B, L, D]
+    prefix: tuple[Tensor, Tensor] | None = None  # (p_K, p_V), each [B, L, D], to which W_K and W_V are applied
+    keys_values: tuple[Tensor, Tensor] | None = None  # (K, V), each [B, L, D], beside those that W_K and W_V give
     lora: LoraUpdate | None = None
 
 
@@ -201,6 +202,8 @@ class Attention(nn.Module):
             k = torch.cat([F.linear(p_K, W_K, b_K), k], dim=1)
             v = torch.cat([F.linear(p_V, W_V, b_V), v], dim=1)
             value_inputs = torch.cat([p_V, h], dim=1)
+        if attached.keys_values is not None:
+            k, v = (torch.cat(pair, dim=1) for pair in zip(attached.keys_values, (k, v), strict=True))
         if attached.lora is not None:
             (A_Q, A_V), (B_Q, B_V), scale = attached.lora.A, attached.lora.B, attached.lora.scale
             q = q + scale * F.linear(F.linear(h, A_Q), B_Q)

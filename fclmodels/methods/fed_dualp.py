@@ -5,6 +5,18 @@ In training the task is known and its expert is used; later each sample's is the
 
 from fclmodels.backbones.model.prompt_adapters import DualP
 from fclmodels.methods.parts.fed_prompts import FedPrompts
+from fclmodels.settings.base import Profiles
+
+PROFILES: Profiles = {
+    "paper": {"pool": None, "enter": "prefix"},
+    "release": {
+        "pool": 10,
+        "selection": "batch",
+        "enter": "keys-values",
+        "start": "each-round",
+        "head": "task-end",
+    },
+}
 
 
 class FedDualP(FedPrompts):
@@ -15,6 +27,6 @@ class FedDualP(FedPrompts):
     attaches = DualP
 
     class Settings(FedPrompts.Settings, DualP.Settings):
-        pass
+        profiles = PROFILES
 
     settings: Settings

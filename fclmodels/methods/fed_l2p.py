@@ -4,6 +4,12 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from fclmodels.backbones.model.prompt_adapters import L2P
 from fclmodels.methods.parts.fed_prompts import FedPrompts
+from fclmodels.settings.base import Profiles
+
+PROFILES: Profiles = {
+    "paper": {},
+    "release": {"pool": 10, "selection": "batch", "head": "task-end"},
+}
 
 
 class FedL2P(FedPrompts):
@@ -15,6 +21,7 @@ class FedL2P(FedPrompts):
 
     class Settings(FedPrompts.Settings, L2P.Settings):
         pool: PositiveInt | None = Field(10, le=10_000, description="prompts; null: one a task, so that the pool grows")
+        profiles = PROFILES
         matching: NonNegativeFloat = Field(0.1, le=1e6, description="lambda, weight of the key matching loss (eq. 5)")
 
     settings: Settings

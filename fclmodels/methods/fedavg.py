@@ -106,8 +106,8 @@ class FedAvg(Method):
     def update_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's update, its weight, and changes of running statistics where they travel."""
         network = self.networks.of(self.run.spec(task + 1))
-        personal = self.network.personal_names(network)
-        update = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name not in personal}
+        personal, unsent = self.network.personal_names(network), self.network.list_unsent_names(network, task, round)
+        update = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name not in unsent}
         parts = {
             "update": Part("update", update, over="weight"),
             "weight": make_outline("count", {"weight": ()}, torch.float64),

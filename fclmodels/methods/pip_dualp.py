@@ -4,8 +4,12 @@ FedAvg on a frozen backbone (parts/frozen_backbone.py) that trains prompts (part
 learn from classes' Gaussians (parts/prototype_injection.py).
 """
 
-from fclmodels.methods.fed_dualp import FedDualP
+from typing import ClassVar
+
+from fclmodels.methods.fed_dualp import PROFILES, FedDualP
 from fclmodels.methods.parts.injected_prompts import InjectedPrompts
+from fclmodels.methods.parts.prototype_injection import INJECTION_PROFILES
+from fclmodels.settings.base import Profiles
 
 
 class PipDualP(InjectedPrompts):
@@ -16,6 +20,6 @@ class PipDualP(InjectedPrompts):
     attaches = FedDualP.attaches
 
     class Settings(FedDualP.Settings, InjectedPrompts.Settings):  # defaults of the first go before those of the second
-        pass
+        profiles: ClassVar[Profiles] = {name: {**PROFILES[name], **INJECTION_PROFILES[name]} for name in PROFILES}
 
     settings: Settings

@@ -1,7 +1,11 @@
 """PIP-L2P: prototype injection with the prompts of Fed-L2P (PIP, Algorithm 1); its three parts as in pip_dualp.py."""
 
-from fclmodels.methods.fed_l2p import FedL2P
+from typing import ClassVar
+
+from fclmodels.methods.fed_l2p import PROFILES, FedL2P
 from fclmodels.methods.parts.injected_prompts import InjectedPrompts
+from fclmodels.methods.parts.prototype_injection import INJECTION_PROFILES
+from fclmodels.settings.base import Profiles
 
 
 class PipL2P(InjectedPrompts):
@@ -12,6 +16,6 @@ class PipL2P(InjectedPrompts):
     attaches = FedL2P.attaches
 
     class Settings(FedL2P.Settings, InjectedPrompts.Settings):  # defaults of the first go before those of the second
-        pass
+        profiles: ClassVar[Profiles] = {name: {**PROFILES[name], **INJECTION_PROFILES[name]} for name in PROFILES}
 
     settings: Settings

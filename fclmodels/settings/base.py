@@ -1,8 +1,12 @@
 """Base class of every block of settings."""
 
 import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Profiles = Mapping[str, Mapping[str, Any]]
 
 
 class Settings(BaseModel):
@@ -12,6 +16,16 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    profiles: ClassVar[Profiles] = {}
+    """Values of the settings that are not set, by the name that the setting `profile` has."""
+
+    @model_validator(mode="after")
+    def _fill_in_profile(self) -> Self:
+        for name, value in self.profiles.get(getattr(self, "profile", None) or "", {}).items():
+            if name not in self.model_fields_set:
+                object.__setattr__(self, name, value)  # this is still its construction: frozen from here on
+        return self
 
 
 def list_blocks(cls: type[Settings]) -> dict[str, type[Settings]]:

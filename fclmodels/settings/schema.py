@@ -88,6 +88,7 @@ class OptimizerSettings(Settings):
     lr_decay: PositiveFloat = Field(1.0, le=1, description="factor on it from one round of a task to the next")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     weight_decay: NonNegativeFloat = Field(0.0, le=1e6, description="weight decay")
+    clip: PositiveFloat | None = Field(None, description="most length of a step's gradient; null: any")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of products in local training; weights, gradients and sums are float32 always"
     )

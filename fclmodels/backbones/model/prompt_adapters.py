@@ -125,8 +125,10 @@ class PromptedVit(AdaptedVit):
         selection: Selection = Field(
             "sample", description="each sample chooses; batch: what most of a batch choose (the papers' protocol)"
         )
-        start: Literal["previous", "fresh"] = Field(
-            "previous", description="a new task's prompt in a pool that grows: as the previous task's, or drawn"
+        start: Literal["previous", "fresh", "each-round"] = Field(
+            "previous",
+            description="a new task's prompt in a pool that grows: as the previous task's, or drawn; each-round: a "
+            "task's expert is the previous task's again at each round's start, as in the release",
         )
 
     def __init__(self, frozen: FeatureNet, settings: Settings, tasks: int) -> None:
@@ -187,8 +189,8 @@ class L2PPool(PromptPool):
 class DualP(PromptedVit):
     """A general prompt in some layers, expert prompts in others, as prefixes or tokens; features are the class token.
 
-    A batch of a known task has only that task's expert: slot task, or task modulo the pool where that is smaller.
-    Else a sample has the top_k experts of its query, one after the other.
+    A batch of a known task has only that task's expert, where the pool has a slot for it. Else a sample has the top_k
+    experts of its query, one after the other.
     """
 
     kind = "dualp"
@@ -200,44 +202,49 @@ class DualP(PromptedVit):
         e_layers: tuple[NonNegativeInt, ...] = Field(
             (2, 3, 4), min_length=1, description="layers, from 0, that have expert prompts"
         )
-        enter: Literal["prefix", "tokens"] = Field(
-            "prefix", description="prompts enter a layer as K and V (PIP eq. 3), or as tokens before its input (eq. 2)"
+        enter: Literal["prefix", "keys-values", "tokens"] = Field(
+            "prefix",
+            description="prompts enter a layer before W_K and W_V (PIP eq. 3, 4), after them as keys and values (the "
+            "release), or as tokens before its input (eq. 2)",
         )
 
     def __init__(self, frozen: FeatureNet, settings: Settings, tasks: int) -> None:
         super().__init__(frozen, settings, tasks)
         self.layers = (*settings.g_layers, *settings.e_layers)
         self.refuse_layers("g_layers and e_layers", self.layers)
-        self.first = min(self.layers)
+        self.first, self.enter = min(self.layers), settings.enter
         self.prompts = DualPool(settings.pool or tasks, settings, frozen.features)
 
     def extract(
         self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
     ) -> Features:
         scores = self.score_keys(x, queries)
-        if task is None:
-            slots = select(scores, self.top_k, self.selection)
+        if task is not None and task < scores.shape[1]:
+            slots = torch.full((len(x), 1), task, device=x.device)
         else:
-            slots = torch.full((len(x), 1), task % scores.shape[1], device=x.device)
+            slots = select(scores, self.top_k, self.selection)
         general = self.prompts.general[:, :, None].expand(-1, -1, len(x), -1, -1)
         experts = self.prompts.experts[:, :, slots].flatten(3, 4)
         prompts = zip(self.layers, (*general, *experts), strict=True)
-        attached = {layer: attach_prompt(prompt) for layer, prompt in prompts}
+        attached = {layer: attach_prompt(prompt, self.enter) for layer, prompt in prompts}
         output = self.encode(self.run_below(x) if below is None else below, attached)
         return Features(output[:, 0], distance(scores, slots))
 
 
-def attach_prompt(prompt: Tensor) -> Attached:
-    """Return a prompt as attached to a layer: p_K and p_V [2, B, L, D], or tokens [1, B, L, D]."""
-    return Attached(prefix=(prompt[0], prompt[1])) if len(prompt) == 2 else Attached(tokens=prompt[0])
+def attach_prompt(prompt: Tensor, enter: str) -> Attached:
+    """Return a prompt as attached to a layer: a pair for keys and values [2, B, L, D], or tokens [1, B, L, D]."""
+    if enter == "tokens":
+        return Attached(tokens=prompt[0])
+    pair = prompt[0], prompt[1]
+    return Attached(prefix=pair) if enter == "prefix" else Attached(keys_values=pair)
 
 
 class DualPool(PromptPool):
-    """general [g_layers, n, L, D] and experts [e_layers, n, pool, L, D]; n is 2 for p_K and p_V, 1 for tokens"""
+    """general [g_layers, n, L, D] and experts [e_layers, n, pool, L, D]; n is 1 for tokens, else 2, for K and V"""
 
     def __init__(self, size: int, settings: DualP.Settings, width: int) -> None:
         super().__init__(size, width)
-        n = 2 if settings.enter == "prefix" else 1
+        n = 1 if settings.enter == "tokens" else 2
         self.general = nn.Parameter(_draw_uniform(len(settings.g_layers), n, settings.length, width))
         self.experts = nn.Parameter(_draw_uniform(len(settings.e_layers), n, size, settings.length, width))
 
@@ -327,6 +334,16 @@ def grow_prompts(
                 new = torch.empty(new.shape).uniform_(-1, 1, generator=draw).to(new)
             grown[name] = torch.cat([grown[name], new], dimension)
     return grown
+
+
+def restart_expert(network: nn.Module, adapter: Mapping[str, Any], task: int) -> None:
+    """Put the previous task's expert in the task's place, where `start` is each-round and both have a slot."""
+    kind, settings = _parse(adapter)
+    if not issubclass(kind, DualP) or settings.start != "each-round":
+        return
+    experts = network.get_parameter("backbone.prompts.experts")
+    if 0 < task < experts.shape[2]:
+        experts[:, :, task] = experts[:, :, task - 1]
 
 
 def shrink_prompts(weights: Mapping[str, Tensor], adapter: Mapping[str, Any], tasks: int) -> dict[str, Tensor]:

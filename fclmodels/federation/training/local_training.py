@@ -99,6 +99,8 @@ class LocalTraining:
             loss = self.method.loss(self, batch)
         loss.backward()
         self.method.gradient(self)
+        if (clip := self.client.run.params.optimizer.clip) is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), clip)
         if self.method.step is None:
             for optimiser in optimisers:
                 optimiser.step()

@@ -7,6 +7,7 @@ from torch import Tensor
 from fclmodels.backbones.model.prompt_adapters import Adapted
 from fclmodels.data.batches import Batch
 from fclmodels.federation.exchange import Memory
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.training.local_training import LocalTraining
@@ -26,7 +27,7 @@ class FedPrompts(FedAvg):
     settings: Settings
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        backbone = FrozenBackbone(settings, run, self.name, self.attaches, settings.head == "own")
+        backbone = FrozenBackbone(settings, run, self.name, self.attaches, settings.head)
         super().__init__(settings, backbone.run, backbone)
         self.prompts = PromptTraining(settings, backbone)
 
@@ -45,6 +46,9 @@ class FedPrompts(FedAvg):
 
     def remember(self, training: LocalTraining) -> Memory:
         return {**super().remember(training), **self.prompts.memory(training.client)}
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        self.prompts.start(training, payload)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return self.prompts.loss(training, batch, self.head_loss)

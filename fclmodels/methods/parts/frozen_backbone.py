@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import BaseModel
@@ -32,6 +33,7 @@ from fclmodels.storage.array_cache import load_or_compute
 from fclmodels.storage.digests import digest_json
 from fclmodels.storage.untrusted import read_json, validate
 
+HeadPolicy = Literal["shared", "own", "task-end"]
 AT_ONCE = 256  # samples that pass the frozen backbone together, where nothing is trained
 MOST_CACHED = 4e9  # bytes of a data set's tokens on disk; its queries are hundreds of times smaller
 
@@ -44,7 +46,12 @@ class FrozenBackbone(TrainedNetwork):
     """
 
     def __init__(
-        self, settings: BaseSettings, run: Run, method: str, attaches: type[Adapted] = Adapted, own_head: bool = False
+        self,
+        settings: BaseSettings,
+        run: Run,
+        method: str,
+        attaches: type[Adapted] = Adapted,
+        head: HeadPolicy = "shared",
     ) -> None:
         names = set(attaches.Settings.model_fields)
         self.adapter = {"kind": attaches.kind, **settings.model_dump(mode="json", include=names)}
@@ -52,7 +59,7 @@ class FrozenBackbone(TrainedNetwork):
         if run.params.model.freeze:
             raise UserError(f"model.freeze: methods.{method} freezes the whole backbone. Leave it out.")
         self.attaches = attaches
-        self.own_head = own_head
+        self.head = head
 
     def advice(self) -> list[str]:
         weights, lines = self.run.params.model.weights, []
@@ -84,10 +91,14 @@ class FrozenBackbone(TrainedNetwork):
 
     @property
     def is_personal(self) -> bool:
-        return self.own_head
+        return self.head == "own"
 
     def personal_names(self, network: Network) -> set[str]:
-        return {name for name, _ in network.heads.named_parameters("heads")} if self.own_head else set()
+        return set() if self.head == "shared" else {name for name, _ in network.heads.named_parameters("heads")}
+
+    def list_unsent_names(self, network: Network, task: int, round: int) -> set[str]:
+        is_averaged = self.head == "task-end" and round == self.run.rounds(task) - 1
+        return set() if is_averaged else self.personal_names(network)
 
     @cached_property
     def attached(self) -> Adapted:

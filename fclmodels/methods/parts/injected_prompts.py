@@ -1,5 +1,6 @@
 """FedAvg of prompts whose heads also learn from classes' Gaussians: the base of PIP-L2P and PIP-DualP (Algorithm 1)."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class InjectedPrompts(FedAvg):
     settings: Settings
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        backbone = FrozenBackbone(settings, run, self.name, self.attaches, settings.head == "own")
+        backbone = FrozenBackbone(settings, run, self.name, self.attaches, settings.head)
         super().__init__(settings, backbone.run, backbone)
         self.prompts = PromptTraining(settings, backbone)
         self.injection = PrototypeInjection(settings, backbone)
@@ -60,13 +61,20 @@ class InjectedPrompts(FedAvg):
         return {**super().payload(server), **self.injection.payload(server)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        self.prompts.start(training, payload)
         self.injection.start(training, payload)
+
+    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        for number, epoch in enumerate(super().epochs(training)):
+            if number == 1:
+                self.injection.add_own(training)
+            yield epoch
 
     def head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of a batch's features [B, F] and labels [B], with vectors of prototypes."""
         network, task = training.network, training.client.task
         injected = training.part(InjectedPrototypes)
-        if injected is None or not len(injected.labels):
+        if injected is None or not len(injected.labels):  # a monitor's training has none
             return self.cross_entropy(network, features, labels, task)
         vectors, new_labels, tasks = injected.draw(len(labels))
         tasks = torch.cat([torch.full_like(labels, task), tasks])

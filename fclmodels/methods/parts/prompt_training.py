@@ -2,32 +2,41 @@
 
 The loss is eq. 5: cross entropy + lambda sum_k (1 - cosine of a sample's query and the key of its k-th prompt).
 
-memory: `taken` {task, rounds}: how often the client has taken part in the task; `personal`, its head where each keeps
-its own.
+memory: `taken` {task, rounds, before}: how often the client has taken part in the task, and in tasks before;
+`personal`, its head where each keeps its own.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from fclmodels.backbones.model.prompt_adapters import restart_expert
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
+from fclmodels.methods.parts.frozen_backbone import FrozenBackbone, HeadPolicy
 from fclmodels.settings.base import Settings as BaseSettings
 
 
 class PromptSettings(BaseSettings):
-    matching: NonNegativeFloat = Field(1.0, le=1e6, description="lambda, weight of the key matching loss (eq. 5)")
-    head: Literal["shared", "own"] = Field(
-        "shared", description="heads are averaged in each round, or each client keeps its own (Table 5)"
+    profile: Literal["paper", "release"] | None = Field(
+        None, description="settings that are not given are the paper's, or its release's; null: the defaults"
     )
-    omega: Literal["samples", "participation"] = Field(
+    matching: NonNegativeFloat = Field(1.0, le=1e6, description="lambda, weight of the key matching loss (eq. 5)")
+    head: HeadPolicy = Field(
+        "shared",
+        description="heads are averaged in each round; own: each client keeps its own (Table 5); task-end: averaged in "
+        "a task's last round alone, as in the release",
+    )
+    omega: Literal["samples", "participation", "all-participation"] = Field(
         "samples",
-        description="what a client counts: federation.weighting, or that times its rounds in the task (eq. 12, 13)",
+        description="what a client counts: federation.weighting, or that times its rounds in the task (the release), "
+        "or times all its rounds until now (eq. 12, 13)",
     )
 
 
@@ -38,7 +47,7 @@ class PromptTraining:
         self.settings = settings
         self.backbone = backbone
         self.run = backbone.run
-        self.counts_rounds = settings.omega == "participation"
+        self.counts_rounds = settings.omega != "samples"
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
@@ -55,16 +64,34 @@ class PromptTraining:
         return lines
 
     def weight(self, client: Client) -> float:
-        """Return a client's weight in the average."""
-        return client.weight * (count_rounds_taken(client) if self.counts_rounds else 1)
+        """Return a client's weight in the average: times rho, the rounds that it has taken part in, this one too."""
+        joined = count_rounds(client)
+        rho = {
+            "samples": 1,
+            "participation": joined["rounds"],
+            "all-participation": joined["before"] + joined["rounds"],
+        }
+        return client.weight * rho[self.settings.omega]
 
     def most_rounds(self, task: int) -> int:
         """Return the largest factor of a client's weight in a task."""
-        return self.run.rounds(task) if self.counts_rounds else 1
+        before = sum(self.run.rounds(earlier) for earlier in range(task))
+        most = {"samples": 1, "participation": self.run.rounds(task)}
+        return most.get(self.settings.omega, before + self.run.rounds(task))
 
     def memory(self, client: Client) -> dict[str, Any]:
         """Return the part of a client's memory about its rounds."""
-        return {"taken": {"task": client.task, "rounds": count_rounds_taken(client)}}
+        return {"taken": count_rounds(client)}
+
+    @torch.no_grad()
+    def start(self, training: LocalTraining, payload: Payload) -> None:
+        """Put the head and the expert in place that a round starts from; updates are from what was downloaded on."""
+        downloaded, client = payload["weights"].tensors, training.client
+        if self.settings.head == "task-end" and count_rounds(client)["rounds"] == 1:
+            for name in self.backbone.personal_names(training.network):
+                training.network.get_parameter(name).copy_(downloaded[name])
+        restart_expert(training.network, self.backbone.adapter, client.task)
+        training.start = {**training.start, **downloaded}
 
     def loss(
         self, training: LocalTraining, batch: Batch, head_loss: Callable[[LocalTraining, Tensor, Tensor], Tensor]
@@ -77,7 +104,9 @@ class PromptTraining:
         return loss
 
 
-def count_rounds_taken(client: Client) -> int:
-    """Return rho: the rounds of the task that the client takes part in, this one too."""
-    before = client.memory.get("taken", {"task": -1, "rounds": 0})
-    return 1 + (before["rounds"] if before["task"] == client.task else 0)
+def count_rounds(client: Client) -> dict[str, int]:
+    """Return the rounds of the task that a client has taken part in, this one too, and those of tasks before."""
+    joined = client.memory.get("taken", {"task": client.task, "rounds": 0, "before": 0})
+    if joined["task"] == client.task:
+        return {**joined, "rounds": joined["rounds"] + 1}
+    return {"task": client.task, "rounds": 1, "before": joined["before"] + joined["rounds"]}

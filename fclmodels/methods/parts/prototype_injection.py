@@ -1,21 +1,24 @@
 """Prototype injection (PIP sections 4.2 to 4.4, Algorithm 1): heads also learn from classes that a client lacks.
 
 After its training a client sends its classes' moments of the features, on its own prompts, and the server fits a
-Gaussian to each class (numerics/prototypes.py). From the next round on vectors of the task's classes that a client
-lacks, sampled from these, join each batch: about as many a class as the client's own classes have samples (eq. 9, 11).
+Gaussian to each class (numerics/prototypes.py). From the next round on vectors of the task's classes, sampled from
+these, join each batch: about as many a class as the client's own classes have samples (eq. 9, 11). Before there are
+any, a client's own join from its second epoch on.
 
 knowledge: `prototypes`, {mu, sigma2, known, labels, tasks} of the present task; `earlier`, those of each task before,
 where the setting `earlier` keeps them, which is not in the paper.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.server import Server
@@ -36,15 +39,44 @@ from fclmodels.numerics.prototypes import (
     to_units,
     weigh,
 )
+from fclmodels.settings.base import Profiles
 from fclmodels.settings.base import Settings as BaseSettings
+
+PROTOTYPE = {"mu": torch.float32, "sigma2": torch.float32, "labels": torch.int32, "tasks": torch.int32}
+
+
+INJECTION_PROFILES: Profiles = {
+    "paper": {"omega": "all-participation", "pooled": "omega", "augmentation": "paper", "inject": "all", "own": True},
+    "release": {
+        "omega": "participation",
+        "pooled": "omega",
+        "augmentation": "release",
+        "m": 2,
+        "inject": "all",
+        "own": False,
+    },
+}
 
 
 class InjectionSettings(BaseSettings):
     augmentation: Augmentation = Field(
         "normal", description="vectors of a class: normal, N(mu, sigma^2); paper: mu + beta sigma (eq. 11); release"
     )
+    m: PositiveInt | None = Field(
+        None,
+        le=10_000,
+        description="vectors of a class in a batch beside its first (eq. 11); null: as many in all as one of the "
+        "client's classes has samples there",
+    )
     inject: Literal["missing", "all"] = Field(
-        "missing", description="classes whose vectors join a batch: those that the client lacks, or all of the task"
+        "all",
+        description="classes whose vectors join a batch: all of the task (eq. 9), or those that the client lacks "
+        "(section 4.2's argument)",
+    )
+    own: bool = Field(
+        True,
+        description="with inject: all, while a task has no prototypes yet a client's own join from its second epoch on "
+        "(Algorithm 1, line 21); the release has none then",
     )
     pooled: Literal["counts", "omega"] = Field(
         "counts",
@@ -76,9 +108,8 @@ class PrototypeInjection:
         tasks = [*server.knowledge.get("earlier", []), *filter(None, [server.knowledge.get("prototypes")])]
         if not tasks:
             return {}
-        types = {"mu": torch.float32, "sigma2": torch.float32, "labels": torch.int32, "tasks": torch.int32}
-        tensors = {n: torch.cat([of[n][of["known"]] for of in tasks]).to(dtype) for n, dtype in types.items()}
-        return {"prototypes": Part("prototype", tensors)}
+        of_tasks = [list_prototypes(of) for of in tasks]
+        return {"prototypes": Part("prototype", {n: torch.cat([of[n] for of in of_tasks]) for n in PROTOTYPE})}
 
     def gather(self, server: Server, replies: Replies) -> Server:
         """Return the server with a Gaussian of each class that a client has sent moments of."""
@@ -106,44 +137,69 @@ class PrototypeInjection:
 
         weight: omega, where it weighs prototypes. Algorithm 1, line 25.
         """
+        total = self.count_moments(training)
+        if (clip := self.backbone.feature_clip) is not None:
+            return to_units(total, clip)
+        return weigh(total, weight) if self.settings.pooled == "omega" else total
+
+    @torch.no_grad()
+    def count_moments(self, training: LocalTraining) -> Moments:
+        """Return the moments of a client's classes on its prompts, of batches of mixed classes as in training."""
         client, network, clip = training.client, training.network.eval(), self.backbone.feature_clip
         classes, total = len(network.spec.tasks[client.task]), None
-        for batch in self.run.batches.iterate_ordered(client.rows, self.run.params.federation.batch_size):
+        order = torch.randperm(len(client.rows), generator=client.generator("moments"))
+        rows, size = client.rows.take(order.numpy()), self.run.params.federation.batch_size
+        for batch in self.run.batches.iterate_ordered(rows, size):
             features = self.backbone.compute_features(network, batch, client.task).features
             if clip is not None:
                 features = clip_rows(features, clip)
             of_batch = moments(features, to_local_labels(network.spec, client.task, batch.labels), classes)
             total = of_batch if total is None else add_moments(total, of_batch)
         assert total is not None
-        if clip is not None:
-            return to_units(total, clip)
-        return weigh(total, weight) if self.settings.pooled == "omega" else total
+        return total
 
     def start(self, training: LocalTraining, payload: Payload) -> None:
         """Give a training the prototypes that its client was sent."""
         if "prototypes" in payload:
-            training.add(InjectedPrototypes(training, payload["prototypes"].tensors, self.settings))
+            training.add(InjectedPrototypes(training.client, payload["prototypes"].tensors, self.settings))
+
+    def add_own(self, training: LocalTraining) -> None:
+        """Give a training its client's own prototypes, where it was sent none of the task."""
+        settings, client, sent = self.settings, training.client, training.part(InjectedPrototypes)
+        if not settings.own or settings.inject == "missing" or (sent is not None and client.task in sent.tasks):
+            return
+        gaussians = fit_gaussians(self.count_moments(training))
+        training.network.train()
+        labels = torch.tensor(training.network.spec.tasks[client.task], device=gaussians.mu.device)
+        own = list_prototypes({**gaussians.to_tree(), "labels": labels, "tasks": torch.full_like(labels, client.task)})
+        if sent is not None:
+            own = {name: torch.cat([getattr(sent, name), tensor]) for name, tensor in own.items()}
+        training.add(InjectedPrototypes(client, own, settings))
 
 
 class InjectedPrototypes:
     """The Gaussians whose vectors join a client's batches."""
 
-    def __init__(self, training: LocalTraining, prototypes: dict[str, Tensor], settings: InjectionSettings) -> None:
-        client, labels = training.client, prototypes["labels"]
+    def __init__(self, client: Client, prototypes: Mapping[str, Tensor], settings: InjectionSettings) -> None:
+        labels = prototypes["labels"]
         own = torch.from_numpy(client.rows.labels).unique().to(labels)
         injected = ~torch.isin(labels, own) if settings.inject == "missing" else labels >= 0
-        names = ("mu", "sigma2", "labels", "tasks")
-        self.mu, self.sigma2, self.labels, self.tasks = (prototypes[name][injected] for name in names)
+        self.mu, self.sigma2, self.labels, self.tasks = (prototypes[name][injected] for name in PROTOTYPE)
         self.own_classes = len(own)
-        self.augmentation = settings.augmentation
+        self.m, self.augmentation = settings.m, settings.augmentation
         self.random = client.generator("prototypes")
 
     def draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return vectors [n, F], labels [n] and tasks [n] that join a batch of so many samples."""
-        count = count_balanced(batch_size, self.own_classes)
+        count = count_balanced(batch_size, self.own_classes) if self.m is None else 1 + self.m
         vectors = draw_vectors(self.mu, self.sigma2, count, self.augmentation, self.random)
         labels, tasks = (values.long().repeat_interleave(count) for values in (self.labels, self.tasks))
         return vectors.flatten(0, 1), labels, tasks
+
+
+def list_prototypes(gaussians: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return means, variances, labels and tasks of the classes that have a Gaussian, as they travel."""
+    return {name: gaussians[name][gaussians["known"]].to(dtype) for name, dtype in PROTOTYPE.items()}
 
 
 def add_moments(total: Moments, more: Moments) -> Moments:

@@ -28,6 +28,10 @@ class TrainedNetwork:
         """Return the names of the tensors that stay with each client."""
         return list_statistics(network) if self.is_personal else set()
 
+    def list_unsent_names(self, network: Network, task: int, round: int) -> set[str]:
+        """Return the personal names that a client does not send after a round."""
+        return self.personal_names(network)
+
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
         """Return the personal names that no client downloads either: their first values come from the run's seed."""
         return set()

@@ -104,6 +104,20 @@ def test_each_samples_own_prefixes_reach_keys_and_values(batch: int, rank: int |
         np.testing.assert_allclose(output[sample], by_hand(net, tokens[sample].numpy(), own, added), atol=1e-10)
 
 
+def test_keys_and_values_enter_after_their_matrices() -> None:
+    """As in the release: K and V beside W_K h and W_V h. Prefixes whose products they are do the same."""
+    net, tokens = redrawn(build()).double(), drawn(2, 7, 16).double()
+    prefix = drawn(2, 2, 3, 16, seed=1).double()
+    attention = net.layers[1].self_attention
+    _, W_K, W_V = attention.in_proj.weight.detach().numpy().reshape(3, 16, 16)
+    _, b_K, b_V = attention.in_proj.bias.detach().numpy().reshape(3, 16)
+    K, V = (torch.from_numpy(p.numpy() @ W.T + b) for p, W, b in zip(prefix, (W_K, W_V), (b_K, b_V), strict=True))
+    with torch.no_grad():
+        before = net.encode(tokens, {1: Attached(prefix=(prefix[0], prefix[1]))}, read=7)
+        after = net.encode(tokens, {1: Attached(keys_values=(K, V))}, read=7)
+    torch.testing.assert_close(after, before, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("read", [1, 3])
 def test_of_the_last_layer_only_what_is_read_is_computed(read: int) -> None:
     net, tokens = redrawn(build()).double(), drawn(2, 7, 16).double()

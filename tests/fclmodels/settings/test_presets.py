@@ -415,7 +415,7 @@ def test_a_run_keeps_its_preset_and_can_be_run_again_from_what_it_kept(
     ],
 )
 def test_pip_6_1(name: str, tasks: int, rounds: int) -> None:
-    """30 clients, 10 a round, 60 % of the classes, 100 rounds in all, two local epochs; prompts of 0.33 M numbers."""
+    """30 clients, 10 a round, 60 % of the classes, 100 rounds in all, two epochs; T prompts, for T = 10 0.33 M."""
     params = load(name)
     assert (params.partition.clients, params.partition.eta, params.federation.clients_per_round) == (30, 0.6, 10)
     assert (params.stream.tasks, params.federation.rounds, params.federation.local_epochs) == (tasks, rounds, 2)
@@ -425,4 +425,11 @@ def test_pip_6_1(name: str, tasks: int, rounds: int) -> None:
     with torch.device("meta"):
         backbone = find("backbone", "vit")(params.model).build((3, 224, 224))
         numbers = sum(p.numel() for p in adapt(backbone, spec.adapter, tasks).prompts.parameters())
-    assert numbers + 100 * 769 == 330_340
+    assert numbers == (2 + 3 * tasks) * 2 * 5 * 768 + tasks * 768
+    assert (tasks == 10) == (numbers + 100 * 769 == 330_340)
+    assert reading.load_method_settings(params, "pip-l2p").pool == tasks
+    for name in ("pip-dualp", "pip-l2p"):
+        settings = reading.load_method_settings(params, name)
+        assert (settings.inject, settings.pooled, settings.augmentation) == ("all", "omega", "paper")
+        assert settings.omega == "all-participation"
+    assert (str(params.model.weights), params.optimizer.clip) == ("timm", 1.0)

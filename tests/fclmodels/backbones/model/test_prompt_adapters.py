@@ -128,9 +128,9 @@ def test_l2p_puts_them_before_the_positioned_tokens_and_averages_their_outputs()
         torch.testing.assert_close(net.extract(x, task=1).features[sample], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("task", "slots"), [(None, (3, 0, 3)), (2, (2, 2, 2)), (5, (1, 1, 1))])
+@pytest.mark.parametrize(("task", "slots"), [(None, (3, 0, 3)), (2, (2, 2, 2)), (5, (3, 0, 3))])
 def test_dualp_takes_the_tasks_expert_or_the_one_that_the_key_finds(task: int | None, slots: tuple[int, ...]) -> None:
-    """Task 5 with a pool of 4: slot 1."""
+    """A pool of 4 has no slot for task 5, whose samples choose by their keys instead."""
     net, x = adapted({**DUALP, "pool": 4}, tasks=6), images(3)
     choosing(net, x, [3, 0, 3])
     general, experts = net.prompts.general, net.prompts.experts

@@ -108,6 +108,25 @@ def test_a_changed_gradient_is_what_the_optimiser_gets(method_of: Callable, fede
         torch.testing.assert_close(halved[name], expected[name])
 
 
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_steps_gradient_is_at_most_as_long_as_the_clip(
+    share: float, method_of: Callable, client_of: Callable
+) -> None:
+    """A step of SGD is lr times the gradient, shortened to the clip where it is longer."""
+
+    def step(*clip: str) -> Steps:
+        method = method_of(FedAvg, "optimizer.lr=0.1", "federation.batch_size=64", *clip)
+        training = method.prepare_training(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+        training.run()
+        return {name: moved / 0.1 for name, moved in training.update().items()}
+
+    free = step()
+    length = sum(gradient.square().sum() for gradient in free.values()).sqrt()
+    clipped = step(f"optimizer.clip={float(share * length)}")
+    for name in free:
+        torch.testing.assert_close(clipped[name], min(share, 1.0) * free[name], atol=1e-5, rtol=1e-4)
+
+
 def test_products_of_lower_precision_move_weights_nearly_as_far(method_of: Callable, client_of: Callable) -> None:
     updates = []
     for precision in ("float32", "bfloat16"):

@@ -10,6 +10,7 @@ import torch
 
 from fclmodels.backbones.model.network import FROZEN, build_network
 from fclmodels.errors import UserError
+from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.methods.fed_dualp import FedDualP
 from fclmodels.methods.fed_l2p import FedL2P
@@ -103,6 +104,61 @@ def test_with_participation_a_client_counts_more_each_time(frozen_of: Callable, 
     assert weights == [8, 16, 24]
     later = client_of(method, 0, task=1, memory=memory)
     assert method.prompts.weight(later) == 8
+
+
+def test_participation_may_be_counted_over_all_tasks(frozen_of: Callable, client_of: Callable) -> None:
+    """rho of eq. 12 and 13: the total until the task."""
+    method = frozen_of(FedDualP, "federation.rounds=3", omega="all-participation", **DUALP)
+    memory: dict[str, Any] = {}
+    weights = []
+    for task, round in ((0, 0), (0, 2), (1, 1), (1, 2), (0, 0)):
+        client = client_of(method, 0, task=task, round=round, memory=memory)
+        weights.append(method.prompts.weight(client))
+        memory = method.prompts.memory(client)
+    assert weights == [8, 16, 24, 32, 40]
+    assert [method.prompts.most_rounds(task) for task in range(2)] == [3, 6]
+
+
+def test_heads_may_be_averaged_in_a_tasks_last_round_alone(
+    frozen_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """Before, a client goes on with its own; its first round in a task starts from the server's."""
+    method = frozen_of(FedDualP, "federation.rounds=2", head="task-end", **DUALP)
+    server = method.start_task(method.setup(), 0)
+    name, memories = "heads.0.weight", {}
+    for round in range(2):
+        replies = Replies([0, 1], tmp_path / str(round))
+        for index in range(2):
+            client = client_of(method, index, round=round, memory=memories.get(index))
+            training = method.prepare_training(client, method.payload(server))
+            expected = server.weights[name] if round == 0 else memories[index]["personal"][name]
+            assert torch.equal(training.network.get_parameter(name), expected)
+            reply, memories[index] = method.exchanges[TRAIN].reply(client, method.payload(server))
+            assert (name in reply.parts["update"].tensors) == (round == 1)
+            replies.add(index, reply)
+        server = method.aggregate(server, replies)
+    mean = (memories[0]["personal"][name] + memories[1]["personal"][name]) / 2
+    torch.testing.assert_close(server.weights[name], mean)
+    grown = method.start_task(server, 1)
+    training = method.prepare_training(client_of(method, 0, task=1, memory=memories[0]), method.payload(grown))
+    assert torch.equal(training.network.get_parameter(name), grown.weights[name])
+    assert not method.is_personal
+
+
+def test_an_expert_may_start_anew_in_each_round(frozen_of: Callable, client_of: Callable, tmp_path: Any) -> None:
+    """As in the release: from the previous task's; the server has the mean of what the round's clients made of it."""
+    method = frozen_of(FedDualP, pool=4, start="each-round", **DUALP)
+    server, name = method.start_task(method.start_task(method.setup(), 0), 1), "backbone.prompts.experts"
+    for round in range(2):
+        client = client_of(method, 0, task=1, round=round)
+        training = method.prepare_training(client, method.payload(server))
+        experts = training.network.get_parameter(name)
+        assert torch.equal(experts[:, :, 1], server.weights[name][:, :, 0])
+        training.run()
+        replies = Replies([0], tmp_path / str(round))
+        replies.add(0, method.exchanges[TRAIN].reply(client, method.payload(server))[0])
+        server = method.aggregate(server, replies)
+        torch.testing.assert_close(server.weights[name], training.network.get_parameter(name))
 
 
 def test_own_heads_stay_with_their_clients(frozen_of: Callable, client_of: Callable) -> None:

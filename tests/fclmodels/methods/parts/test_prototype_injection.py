@@ -79,7 +79,7 @@ def test_by_omega_every_client_that_has_a_class_counts_alike(
     server = method.start_task(method.setup(), 0)
     few = client_of(method, 0)
     few = replace(few, rows=Rows.concatenate([only(few.rows, 0).take(np.array([0])), only(few.rows, 1)]))
-    clients = [few, client_of(method, 1, memory={"taken": {"task": 0, "rounds": 2}})]
+    clients = [few, client_of(method, 1, memory={"taken": {"task": 0, "rounds": 2, "before": 0}})]
     after = method.aggregate(server, asked(method, server, clients, tmp_path))
     network = method.networks.load(server.spec, server.weights).eval()
     means = []
@@ -120,13 +120,104 @@ def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
     pip_of: Callable, client_of: Callable, tmp_path: Any
 ) -> None:
     """To the bit: nothing is known yet, or nothing lacks."""
-    pip, fed = pip_of(), pip_of(kind=FedDualP)
+    pip, fed = pip_of(inject="missing"), pip_of(kind=FedDualP)
     server = pip.start_task(pip.setup(), 0)
     again = pip.aggregate(server, asked(pip, server, [client_of(pip, c) for c in range(4)], tmp_path))
     for state, round in ((server, 0), (again, 1)):
         mine = pip.train(client_of(pip, 0, round=round), pip.payload(state)).tensors["update"]
         theirs = fed.train(client_of(fed, 0, round=round), fed.payload(state)).tensors["update"]
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
+    pip_of: Callable, client_of: Callable, tmp_path: Any
+) -> None:
+    """Algorithm 1, line 20: a client without prototypes has those of its own features after its first epoch."""
+    method = pip_of("optimizer.lr=1e-30", "federation.local_epochs=3", "federation.batch_size=64")
+    server = method.start_task(method.setup(), 0)
+    training = method.prepare_training(client_of(method, 0), method.payload(server))
+    (batch,) = method.run.batches.iterate_ordered(training.client.rows, 64)
+    with torch.no_grad():
+        X = training.network.backbone.extract(batch.inputs, 0).features.double().numpy()
+    joined = []
+    for epoch in method.epochs(training):
+        joined.append(training.part(InjectedPrototypes))
+        list(epoch)
+    assert joined[0] is None
+    assert joined[1] is joined[2]
+    assert joined[1].labels.tolist() == [0, 1]
+    for row in range(2):
+        mine = X[batch.labels.numpy() == row]
+        np.testing.assert_allclose(joined[1].mu[row], mine.mean(0), atol=1e-6)
+        np.testing.assert_allclose(joined[1].sigma2[row], mine.var(0), atol=1e-6)
+
+    server = method.aggregate(server, asked(method, server, [client_of(method, 1)], tmp_path))
+    training = method.prepare_training(client_of(method, 0, round=1), method.payload(server))
+    sent = training.part(InjectedPrototypes)
+    assert all(training.part(InjectedPrototypes) is sent for _ in method.epochs(training))
+
+
+@pytest.mark.parametrize("settings", [{"own": False}, {"inject": "missing"}])
+def test_own_prototypes_join_only_where_they_are_asked_for(
+    settings: dict[str, Any], pip_of: Callable, client_of: Callable
+) -> None:
+    method = pip_of("federation.local_epochs=2", **settings)
+    training = method.prepare_training(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+    assert [training.part(InjectedPrototypes) for _ in method.epochs(training)] == [None, None]
+
+
+def test_m_vectors_join_beside_the_mean(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
+    """Eq. 11: {mu} and m vectors mu + beta sigma of each class."""
+    method = pip_of(m=3, augmentation="paper")
+    server = method.start_task(method.setup(), 0)
+    server = method.aggregate(server, asked(method, server, [client_of(method, 0)], tmp_path))
+    injected = method.prepare_training(client_of(method, 1, round=1), method.payload(server)).part(InjectedPrototypes)
+    vectors, labels, _ = injected.draw(64)
+    assert labels.tolist() == [0] * 4 + [1] * 4
+    beta = ((vectors - injected.mu.repeat_interleave(4, 0)) / injected.sigma2.sqrt().repeat_interleave(4, 0)).numpy()
+    np.testing.assert_allclose(beta[[0, 4]], 0)
+    np.testing.assert_allclose(beta, np.tile(beta[:, :1], 8), atol=1e-4)
+    assert (beta[:, 0] < 1).all()
+
+
+def test_moments_are_taken_of_batches_of_mixed_classes(
+    pip_of: Callable, client_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose samples choose together would choose otherwise, were it of one class."""
+    method = pip_of("federation.batch_size=4")
+    client = client_of(method, 0)
+    client = replace(client, rows=client.rows.take(np.argsort(client.rows.labels, kind="stable")))
+    training = method.prepare_training(client, method.payload(method.start_task(method.setup(), 0)))
+    seen, compute = [], method.injection.backbone.compute_features
+    monkeypatch.setattr(
+        method.injection.backbone,
+        "compute_features",
+        lambda n, b, t: (seen.extend(b.labels.tolist()), compute(n, b, t))[1],
+    )
+    total = method.injection.moments(training, 1.0)
+    assert sorted(seen) == client.rows.labels.tolist()
+    assert seen != sorted(seen)
+    assert total["weight"].tolist() == np.bincount(client.rows.labels).tolist()
+
+
+@pytest.mark.parametrize("kind", [PipDualP, PipL2P])
+def test_a_profile_sets_what_is_not_set(kind: Any) -> None:
+    paper, release = (kind.Settings(profile=name) for name in ("paper", "release"))
+    assert (paper.omega, paper.inject, paper.augmentation) == ("all-participation", "all", "paper")
+    assert (release.pool, release.omega, release.head, release.m) == (10, "participation", "task-end", 2)
+    assert (release.augmentation, release.own, release.selection) == ("release", False, "batch")
+    assert kind.Settings(profile="release", pool=7, head="shared").pool == 7
+    assert kind.Settings(profile="release", head="shared").head == "shared"
+    assert kind.Settings.model_validate_json(release.model_dump_json(), strict=True) == release
+
+
+@pytest.mark.parametrize("profile", ["paper", "release"])
+@pytest.mark.parametrize("kind", [PipDualP, PipL2P])
+def test_a_profile_learns(kind: Any, profile: str, method_of: Callable, federate: Callable) -> None:
+    settings = DUALP if kind is PipDualP else {"pool": 2, "top_k": 1, "length": 2}
+    method = method_of(kind, *VIT, "federation.rounds=2", **settings, profile=profile)
+    server = federate(method, 2)
+    assert all(tensor.isfinite().all() for tensor in server.weights.values())
 
 
 @pytest.mark.parametrize(("pip", "fed"), [(PipDualP, FedDualP), (PipL2P, FedL2P)])
@@ -138,7 +229,7 @@ def test_what_both_have_is_set_alike(pip: Any, fed: Any) -> None:
 
 def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """Of a client that lacks a class the prompts' gradients are those of its own samples, scaled by their share."""
-    method = pip_of("federation.batch_size=64")
+    method = pip_of("federation.batch_size=64", inject="missing")
     server = method.start_task(method.setup(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
     client = client_of(method, 0, round=1)
