@@ -228,11 +228,11 @@ def main() -> None:
     out = options.out or Path("tries") / options.study.stem
     labels = options.rows or list(study.rows)
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        point = choose_points(study, labels, pool, out)
+        points = choose_points(study, labels, pool, out)
         runs = {}
         for label in labels:
             row = study.rows[label]
-            point = point.get(row.like or label, [])
+            point = points.get(row.like or label, [])
             runs[label] = build_jobs(study, row, point, row.seeds or study.seeds, False, out)
         run_jobs(pool, [job for of_row in runs.values() for job in of_row])
     print("\n".join(format_table(study, runs)))
