@@ -88,7 +88,7 @@ class Job(BaseModel):
         )
 
     def load(self) -> Params:
-        return reading.load_params(self.params, self.settings, self.method)
+        return reading.load_params(self.params, self.settings, self.method, self.seed)
 
 
 def run_job(job: Job) -> str | None:

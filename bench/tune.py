@@ -1,6 +1,6 @@
 """Grid search on val rows for the settings of a comparison. Test rows are never read.
 
-    python bench/tune.py fot --splits data/splits --seeds 100 101 102 --grid optimizer.lr=0.02,0.05,0.1 \\
+    python bench/tune.py fot --splits data/splits/0 --seeds 100 101 102 --grid optimizer.lr=0.02,0.05,0.1 \\
         --grid methods.fot.threshold=0.9,0.95,0.98 [--params params.yaml] [--set federation.rounds=5]
 
 Prints every point of the grid, the best first: mean over seeds of ACC, forgetting and accuracy right after learning;
@@ -46,7 +46,7 @@ def evaluate_point(params: Path, overrides: list[str], method: str, seed: int, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method")
-    parser.add_argument("--splits", type=Path, default=Path("data/splits"))
+    parser.add_argument("--splits", type=Path, default=Path("data/splits/0"))
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,VALUE")

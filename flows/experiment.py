@@ -44,7 +44,7 @@ def experiment(
     A run that does not fit into memory or on the disk is refused before it begins, unless `force`.
     """
     refuse_foreign(out)
-    settings = load_params(params, overrides, method)
+    settings = load_params(params, overrides, method, seed)
     folder = ensure_splits(settings, HOME, lambda text: tell(text, quiet))
     with Experiment(settings, method, seed, Splits.open(folder), HOME) as run:
         lock = HOME / "locks" / identify_experiment(run)
@@ -68,7 +68,7 @@ def estimate(
     method: str, params: Path = Path("params.yaml"), overrides: Sequence[str] = (), quiet: bool = False
 ) -> dict[str, Any]:
     """Return what a run of a method would cost with these settings on this machine."""
-    settings = load_params(params, overrides, method)
+    settings = load_params(params, overrides, method, 0)
     folder = ensure_splits(settings, HOME, lambda text: tell(text, quiet))
     with Experiment(settings, method, 0, Splits.open(folder), HOME) as run:
         return asdict(estimate_run(run))

@@ -20,10 +20,11 @@ def prepare(out: Path = tasks.data.PREPARED, params: Path = PARAMS, overrides: S
 
 @flow(name="partition", flow_run_name="partition {out}")
 def partition(
+    seed: int,
+    out: Path,
     prepared: Path = tasks.data.PREPARED,
-    out: Path = tasks.data.SPLITS,
     params: Path = PARAMS,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Assign the prepared samples to tasks, clients and splits; return statistics of the splits."""
-    return tasks.data.partition(load_params(params, overrides), prepared, out)
+    """Assign the prepared samples to tasks, clients and splits for runs with a seed; return their statistics."""
+    return tasks.data.partition(load_params(params, overrides, seed=seed), prepared, out)

@@ -7,7 +7,7 @@ from prefect import flow
 
 from fclmodels.backbones.model.published_weights import find_weights_file
 from fclmodels.errors import UserError
-from fclmodels.settings.load import load_params
+from fclmodels.settings.load import follow_seed, load_params
 from flows.compare import compare
 from flows.experiment import experiment
 from flows.prefect.environment import HOME
@@ -23,7 +23,9 @@ def preset(name: str, params: Path, out: Path, overrides: Sequence[str] = (), qu
     if weights is not None and not find_weights_file(weights, settings.model.backbone).is_file():
         raise UserError(f"{name}: there is no file {weights} (model.weights).{needs}")
     try:
-        ensure_splits(settings, HOME, lambda text: None)  # the first run prints its messages again
+        ensure_splits(
+            follow_seed(settings, settings.experiment.seeds[0]), HOME, lambda text: None
+        )  # the first run prints its messages again
     except UserError as error:
         raise UserError(f"{name}: {error}{needs}") from None
     runs = []

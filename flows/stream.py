@@ -32,7 +32,7 @@ from fclmodels.experiment import gate
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.experiment.run_folder import gather_tables, refuse_foreign
 from fclmodels.federation.engine.checkpoints import Checkpoints
-from fclmodels.settings.load import load_params
+from fclmodels.settings.load import follow_seed, load_params
 from fclmodels.settings.schema import ImageSettings, Params
 from fclmodels.storage.digests import digest_json
 from fclmodels.storage.files import lock_file
@@ -106,7 +106,7 @@ def adapt_to_arrivals(params: Params) -> Params:
     shared = {name: getattr(params.data, name) for name in ImageSettings.model_fields}
     data = shared | {"source": ImageFolder.name, "root": params.arrivals.incoming}
     blocks = {"data": ImageFolder.Settings(**data), "stream": Arrival.Settings(kind=Arrival.name)}
-    return params.model_copy(update=blocks)
+    return follow_seed(params.model_copy(update=blocks), params.arrivals.seed)
 
 
 def identify_version(settings: Params, parts: Sequence[StreamPart]) -> tuple[dict[str, str], str]:

@@ -1,8 +1,8 @@
 """Raw data -> prepared arrays -> splits. Each folder has a note of its origin, by which a run finds the right one.
 
-DVC versions data/prepared and data/splits. A run whose settings need other data than these makes its own under
-.fcl/data, named by those settings. Before a run reads them, data that were changed or cut short are refused in data/
-and made anew in .fcl/data.
+DVC versions data/prepared, and below data/splits the splits of each seed. A run whose settings need other data than
+these makes its own under .fcl/data, named by those settings. Before a run reads them, data that were changed or cut
+short are refused in data/ and made anew in .fcl/data.
 """
 
 import json
@@ -97,20 +97,27 @@ def partition(params: Params, prepared: Path, folder: Path) -> dict[str, Any]:
 def find_splits(params: Params, home: Path) -> Path | None:
     """Return the folder of the splits of these settings, None if there is none."""
     origin = get_splits_origin(params)
-    folders = (SPLITS, home / "data" / f"splits-{origin.name}")
+    folders = (*list_versioned_splits(), home / "data" / f"splits-{origin.name}")
     return next((folder for folder in folders if origin.matches(folder) and _has_prepared(folder)), None)
 
 
+def list_versioned_splits() -> list[Path]:
+    """Return the folders below data/splits that have a note of their origin, one for each seed."""
+    return sorted(note.parent for note in SPLITS.glob(f"*/{NOTE}"))
+
+
 def ensure_splits(params: Params, home: Path, tell: Callable[[str], None]) -> Path:
-    """Return the folder of the splits of these settings: data/splits, or a run's own, made if they do not exist yet."""
+    """Return the folder of the splits of these settings: of data/splits, or a run's own, made if it is not there."""
     origin = get_splits_origin(params)
     own = home / "data" / f"splits-{origin.name}"
-    if origin.matches(SPLITS) and _has_prepared(SPLITS):
-        refuse_changed(SPLITS)
-        return SPLITS
-    if SPLITS.exists():
-        differences = ", ".join(origin.list_differences(SPLITS)[:4])
-        tell(f"{SPLITS} has another origin ({differences}): this run uses {own}")
+    versioned = find_splits(params, home)
+    if versioned is not None and versioned != own:
+        refuse_changed(versioned)
+        return versioned
+    differences = {folder: origin.list_differences(folder) for folder in list_versioned_splits()}
+    if differences:
+        nearest = min(differences, key=lambda folder: len(differences[folder]))
+        tell(f"{nearest} has another origin ({', '.join(differences[nearest][:4])}): this run uses {own}")
     with lock_file(home / "data" / "lock"):
         if not (origin.matches(own) and _is_intact(refuse_changed, own)):
             partition(params, _ensure_prepared(params, home), own)

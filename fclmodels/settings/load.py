@@ -26,11 +26,13 @@ _OUTSIDE: dict[str, Any] = {
 _Outside = create_model("_Outside", __base__=Settings, **_OUTSIDE)  # the settings outside of all blocks
 
 
-def load_params(path: str | Path, overrides: Sequence[str] = (), method: str | None = None) -> Params:
+def load_params(
+    path: str | Path, overrides: Sequence[str] = (), method: str | None = None, seed: int | None = None
+) -> Params:
     """Read the settings of a file after overrides `a.b=value`; one error lists all mistakes, in file order.
 
     For a method, settings under `methods.<method>.only` and `preset.only.<method>` override the rest of the file, and
-    `overrides` override them.
+    `overrides` override them. For a run's seed, the seeds of stream and partition that are null become it.
     """
     source = YamlSource(str(path))
     source.read_file(Path(path))
@@ -51,7 +53,14 @@ def load_params(path: str | Path, overrides: Sequence[str] = (), method: str | N
     params = Params(methods=methods, **blocks, **dict(settings))
     check.check_combinations(params)
     check.raise_problems()
-    return params
+    return params if seed is None else follow_seed(params, seed)
+
+
+def follow_seed(params: Params, seed: int) -> Params:
+    """Return the settings in which stream and partition have a run's seed, unless they have one of their own."""
+    blocks = {name: getattr(params, name) for name in ("stream", "partition")}
+    own = {name: block.model_copy(update={"seed": seed}) for name, block in blocks.items() if block.seed is None}
+    return params.model_copy(update=own)
 
 
 def load_preset(path: Path) -> tuple[PresetSettings, ExperimentSettings]:

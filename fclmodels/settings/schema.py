@@ -40,7 +40,9 @@ class ImageSettings(SourceSettings):
 
 class StreamSettings(Settings):
     kind: str = Field("class-incremental", description="how samples become tasks: fcl list streams")
-    seed: NonNegativeInt = Field(0, description="seed of everything random in the stream")
+    seed: NonNegativeInt | None = Field(
+        None, description="seed of everything random in the stream; null: the run's seed"
+    )
 
 
 class PartitionSettings(Settings):
@@ -59,7 +61,7 @@ class PartitionSettings(Settings):
     task_share: float = Field(
         1.0, gt=0, le=1, description="share of the clients that have data of a task, drawn anew for each task"
     )
-    seed: NonNegativeInt = Field(0, description="seed of the partition")
+    seed: NonNegativeInt | None = Field(None, description="seed of the partition; null: the run's seed")
 
 
 class BackboneSettings(Settings):

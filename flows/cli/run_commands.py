@@ -57,15 +57,19 @@ def pretrain(
 
 
 def partition(
+    seed: Annotated[int, typer.Option("--seed", "-s", min=0, help="seed of the runs that these splits are for")] = 0,
     prepared: Annotated[Path, typer.Option(metavar="DIR", help="the prepared data")] = Path("data/prepared"),
-    out: Annotated[Path, typer.Option(metavar="DIR", help="where the splits go")] = Path("data/splits"),
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="where the splits go [default: data/splits/SEED]")
+    ] = None,
     params: ParamsFile = PARAMS,
     overrides: Set = [],  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Assign the prepared samples to tasks, clients and splits."""
-    statistics = run_settings_flow("prepare", "partition", params, overrides, prepared=prepared, out=out)
+    out = out or Path("data/splits") / str(seed)
+    statistics = run_settings_flow("prepare", "partition", params, overrides, seed=seed, prepared=prepared, out=out)
     if json:
         terminal.print_json(statistics)
     else:

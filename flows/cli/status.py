@@ -14,7 +14,7 @@ from fclmodels.data.arrivals.growing_stream import GrowingStream
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.report.read_runs import load_result
-from fclmodels.settings.load import flatten_settings, load_params
+from fclmodels.settings.load import flatten_settings, follow_seed, load_params
 from fclmodels.settings.schema import Params
 from fclmodels.storage.files import is_locked
 from flows.prefect.environment import HOME
@@ -31,17 +31,20 @@ MAX_DIFFERENCES = 4  # settings that differ, in a row
 
 def list_states(params: Params, file: Path, overrides: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield a row for the prepared data, the splits, each run and the stream: state, why it is stale, cached steps."""
-    for folder, origin in ((PREPARED, get_prepared_origin(params)), (SPLITS, get_splits_origin(params))):
+    by_seed = {seed: follow_seed(params, seed) for seed in params.experiment.seeds}
+    origins = {PREPARED: get_prepared_origin(params)}
+    origins |= {SPLITS / str(seed): get_splits_origin(of_seed) for seed, of_seed in by_seed.items()}
+    for folder, origin in origins.items():
         yield {"what": str(folder), **_check_data(folder, origin), "steps": None}
-    splits = find_splits(params, HOME)
     for method in params.experiment.methods:
         for seed in params.experiment.seeds:
             folder = Path("runs") / f"{method}-{seed}"
+            splits = find_splits(by_seed[seed], HOME)
             if splits is None:
                 exists = (folder / "result.json").is_file()
                 state = _make_row("stale", "of other data") if exists else _make_row("not begun", "no data yet")
             else:
-                state = _check_run(load_params(file, overrides, method), method, seed, folder, splits)
+                state = _check_run(load_params(file, overrides, method, seed), method, seed, folder, splits)
             yield {"what": str(folder), **state}
     yield from list_stream_states(params)
 

@@ -21,8 +21,8 @@ Fcl = Callable[..., int]
 OUT = Path("runs/fedavg-0")
 
 
-def read_result() -> dict[str, Any]:
-    return json.loads((OUT / "result.json").read_text())
+def read_result(out: Path = OUT) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_text())
 
 
 def find_runs(project: Path) -> list[Run]:
@@ -33,7 +33,7 @@ def find_runs(project: Path) -> list[Run]:
 def test_the_flow_finds_what_the_experiment_alone_finds(fcl: Fcl, project: Path) -> None:
     assert fcl("run", "-m", "fedavg", "-q") == 0
     with Experiment(
-        load_params("params.yaml"), "fedavg", 0, Splits.open(Path("data/splits")), Path("other-home")
+        load_params("params.yaml", seed=0), "fedavg", 0, Splits.open(Path("data/splits/0")), Path("other-home")
     ) as alone:
         expected = alone.run(Path("alone"))
     for part in ("metrics", "digests", "settings", "bytes_up", "bytes_down"):
@@ -230,7 +230,7 @@ def test_other_data_are_made_for_the_run_and_data_splits_stay(
     usual = read_result()
     assert "another origin" not in capsys.readouterr().err
     assert fcl("run", "-m", "fedavg", "--set", "partition.clients=2") == 0
-    assert "data/splits has another origin (partition.clients): this run uses .fcl/data/" in capsys.readouterr().err
+    assert "data/splits/0 has another origin (partition.clients): this run uses .fcl/data/" in capsys.readouterr().err
     assert read_result()["settings"]["partition"]["clients"] == 2
     assert read_result()["digests"]["prepared"] == usual["digests"]["prepared"]
     assert read_result()["digests"]["splits"] != usual["digests"]["splits"]
@@ -250,7 +250,7 @@ def test_a_run_needs_no_prepared_data(fcl: Fcl, project: Path) -> None:
 def test_a_folder_that_is_no_run_is_not_replaced(fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fcl("run", "-m", "fedavg", "-q", "--out", "data") == 2
     assert capsys.readouterr().err.startswith("data holds something other than a run.")
-    assert (project / "data" / "splits" / "manifest.parquet").exists()
+    assert (project / "data" / "splits" / "0" / "manifest.parquet").exists()
 
 
 def test_an_impossible_store_is_a_mistake_in_the_settings(
@@ -323,6 +323,10 @@ def test_several_methods_and_seeds_run_one_after_another_and_are_compared(
     assert fcl("run", "-m", "fedavg,fedprox", "-s", "0,1", "--out", "here") == 2
     assert "--out here is the folder of one run" in capsys.readouterr().err
     assert fcl("run", "-m", "fedavg,fedprox", "-s", "0,1", "-q") == 0
+    splits = {
+        name: read_result(Path("runs") / name)["digests"]["splits"] for name in ("fedavg-0", "fedprox-0", "fedavg-1")
+    }
+    assert splits["fedavg-0"] == splits["fedprox-0"] != splits["fedavg-1"]  # each seed draws its own
     shown = capsys.readouterr().out
     assert fcl("compare", *(f"runs/{method}-{seed}" for method in ("fedavg", "fedprox") for seed in range(2))) == 0
     assert shown == capsys.readouterr().out

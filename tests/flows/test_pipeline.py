@@ -44,7 +44,7 @@ def list_stages_run(printed: str) -> set[str]:
 
 
 def test_every_stage_runs_once_with_one_server(folder: Path, first: str) -> None:
-    assert list_stages_run(first) == {"prepare", "partition", *(f"experiment@{run}" for run in RUNS), "report"}
+    assert list_stages_run(first) == {"prepare", "partition@0", *(f"experiment@{run}" for run in RUNS), "report"}
     assert "Traceback" not in first
     assert "Warning" not in first
     assert (folder / "report" / "index.html").exists()
@@ -76,7 +76,7 @@ def test_dvc_shows_metrics_and_plots(folder: Path, tool: Tool, first: str) -> No
     result = json.loads((folder / "runs/fedavg-0/result.json").read_text())
     metrics = shown["report/metrics/fedavg-0.json"]["data"]
     assert metrics["task_agnostic"]["acc"] == result["metrics"]["task_agnostic"]["acc"]
-    assert shown["data/splits/statistics.json"]["data"]["clients"] == 10
+    assert shown["data/splits/0/statistics.json"]["data"]["clients"] == 10
     plots = json.loads(tool("dvc", "plots", "show", "--json"))
     assert not plots.get("errors")
     assert len(plots["data"]) == 4

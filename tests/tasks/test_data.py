@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fclmodels.settings.load import load_params
+from fclmodels.settings.load import follow_seed, load_params
 from fclmodels.settings.schema import Params
 from tasks.data import get_prepared_origin, get_splits_origin
 
@@ -55,3 +55,13 @@ def test_a_folder_without_a_note_is_not_trusted(settings: Params, tmp_path: Path
     for text in ("{", "[1]", "3"):
         (tmp_path / "made-from.json").write_text(text)
         assert get_splits_origin(settings).list_differences(tmp_path) == ["no made-from.json"]
+
+
+def test_splits_vary_with_the_runs_seed_unless_they_have_one_of_their_own(settings: Params) -> None:
+    def name(run: int, **own: int) -> str:
+        fixed = change(change(settings, "partition", **own), "stream", **own)
+        return get_splits_origin(follow_seed(fixed, run)).name
+
+    assert len({name(0), name(1), name(0, seed=5)}) == 3
+    assert name(0, seed=5) == name(1, seed=5)
+    assert settings.partition.seed is settings.stream.seed is None

@@ -117,7 +117,7 @@ class GrowingStream:
             raise UserError(f"The stream has a task {arrived.name} already. Give this one another name.")
         number = len(parts) + 1
         reseeded = partition.settings.model_copy(
-            update={"seed": derive_seed("arrival", partition.settings.seed, number)}
+            update={"seed": derive_seed("arrival", partition.settings.seed or 0, number)}
         )
         place = self.folder / f"{number:02d}-{arrived.name}"
         with replace_folder(place, beside=self.folder) as folder:

@@ -39,7 +39,7 @@ class Partition:
         return False
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
-        return np.random.default_rng(derive_seed("partition", self.settings.seed, *purpose))
+        return np.random.default_rng(derive_seed("partition", self.settings.seed or 0, *purpose))
 
     def allot(self, portion: Portion, generator: np.random.Generator) -> np.ndarray:
         """Return numbers of samples [clients, k]; classes that the same clients may have are divided together."""

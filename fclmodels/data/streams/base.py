@@ -78,7 +78,7 @@ class Stream:
         raise NotImplementedError
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
-        return np.random.default_rng(derive_seed("stream", self.settings.seed, *purpose))
+        return np.random.default_rng(derive_seed("stream", self.settings.seed or 0, *purpose))
 
 
 def lay_out_for_all(tasks: Sequence[PlannedTask], rows: Sequence[np.ndarray], clients: int) -> Layout:

@@ -47,4 +47,4 @@ class PermutedPixels(Stream):
     def _seed_permutation(self, task: int) -> int | None:
         if task == 0 and self.settings.first_task == "original":
             return None
-        return derive_seed("stream", self.settings.seed, "permutation", task)
+        return derive_seed("stream", self.settings.seed or 0, "permutation", task)

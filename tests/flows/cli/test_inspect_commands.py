@@ -60,7 +60,7 @@ def test_status_shows_data_and_runs_that_are_done_or_stale_and_cached_steps(
 
     methods = "experiment.methods=[fedavg,fedprox]"
     before = states(methods)
-    assert before["data/splits"] == ("done", None, None)
+    assert before["data/splits/0"] == ("done", None, None)
     assert before["runs/fedavg-0"] == ("not begun", None, "0 of 8 cached")
     assert fcl("run", "-m", "fedavg", "-q") == 0
     after = states(methods)
@@ -69,7 +69,7 @@ def test_status_shows_data_and_runs_that_are_done_or_stale_and_cached_steps(
     assert states("optimizer.lr=0.5")["runs/fedavg-0"] == ("stale", "optimizer.lr", "0 of 8 cached")
     assert states("federation.rounds=[2,3]")["runs/fedavg-0"] == ("stale", "federation.rounds", "5 of 8 cached")
     other_data = states("stream.tasks=5")
-    assert other_data["data/splits"] == ("stale", "stream.tasks", None)
+    assert other_data["data/splits/0"] == ("stale", "stream.tasks", None)
     assert other_data["runs/fedavg-0"] == ("stale", "of other data", None)
 
 
