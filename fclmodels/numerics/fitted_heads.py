@@ -70,6 +70,29 @@ def fit_ridge(gram: Tensor, cross: Tensor, ridge: float) -> LinearHead:
     return _head(weight, torch.zeros_like(weight[:, 0]), present)
 
 
+def fit_discriminant(counts: Tensor, means: Tensor, scatter: Tensor, shrink: float = 0.01) -> LinearHead:
+    """Return w_c = Sigma^-1 mu_c and b_c = -mu_c^T Sigma^-1 mu_c / 2, the best head for classes N(mu_c, Sigma).
+
+    Sigma = S / n + shrink tr(S) / (n F) I, from counts [C], means [C, F] and the scatter S [F, F] within classes. A
+    class without samples never answers.
+    """
+    Sigma = scatter.double() / counts.sum().clamp(min=1)
+    Sigma = Sigma + (shrink * Sigma.trace() / len(Sigma)) * torch.eye(len(Sigma), dtype=Sigma.dtype)
+    weight = torch.linalg.solve(Sigma, means.double().T).T
+    return _head(weight, -(weight * means).sum(1) / 2, counts > 0)
+
+
+def sum_drift(means: Tensor, spread: Tensor, before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    """Return sums w_c = sum_i w_ic and sum_i w_ic (after_i - before_i) of features [n, F], for means [C, F].
+
+    w_ic = exp(-||before_i - mu_c||^2 / (2 spread)): a mean's drift is that of the samples near it (Yu et al. 2020,
+    eq. 10). spread is the mean squared distance of a class's samples from its mean.
+    """
+    origin = before.double()
+    near = torch.exp(-torch.cdist(means, origin).square() / (2 * spread))
+    return {"weight": near.sum(1), "sum": near @ (after.double() - origin)}
+
+
 def fit_gaussians(counts: Tensor, sums: Tensor, outers: Tensor) -> ClassGaussians:
     """Return mu = s / n and Sigma = (S - n mu mu^T) / (n - 1), from n [C], s [C, F] and S [C, F, F]."""
     counts, sums, outers = counts.double(), sums.double(), outers.double()

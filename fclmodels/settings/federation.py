@@ -156,6 +156,11 @@ class FederationSettings(Settings):
     clients_per_round: PositiveInt | None = Field(
         None, description="clients sampled each round; null: all that have the task's data"
     )
+    redraw_classes: bool = Field(
+        False,
+        description="a client draws its classes anew in each round, as many as it has, where clients share images "
+        "(PIP section 4.2)",
+    )
     local_epochs: PositiveInt = Field(1, description="epochs over its samples that a client trains in a round")
     batch_size: PositiveInt = Field(32, le=1_000_000, description="samples a local step")
     weighting: Literal["samples", "uniform"] = Field("samples", description="weight of a client in the average")

@@ -1,7 +1,8 @@
 """Class share: each client receives a share eta of a task's classes at random (PIP sec. 5, there 60 %).
 
 PIP's release gives each client all images of its classes, so clients share them; `samples: split` (the default)
-divides them evenly among the clients that have the class. The release draws the classes anew each round, this once.
+divides them evenly among the clients that have the class. The release draws the classes anew each round, this once:
+`federation.redraw_classes` does that too.
 """
 
 from typing import Literal

@@ -41,6 +41,7 @@ class Stage(Protocol):
 def list_stage_modules(federation: FederationSettings) -> list[str]:
     """Return the modules of the stages that these settings switch on, in the order in which they change a reply."""
     switches = {
+        "fclmodels.federation.training.redrawn_classes": federation.redraw_classes,
         f"{PROTECTION}.privacy": federation.privacy.on,
         f"{PROTECTION}.attacks": federation.attack.kind != "none",
         f"{PROTECTION}.secure_aggregation": federation.secagg.on,

@@ -77,8 +77,8 @@ class FrozenBackbone(TrainedNetwork):
         privacy = self.run.params.federation.privacy
         return privacy.features if privacy.on else None
 
-    def compute_features(self, network: Network, batch: Batch, task: int) -> Features:
-        """Return the features [B, F] of a batch of the task, by cached queries where there are some."""
+    def compute_features(self, network: Network, batch: Batch, task: int | None) -> Features:
+        """Return the features [B, F] of a batch of a task, if given, by cached queries where there are some."""
         cached = (c if c is None else c[batch.samples].to(batch.inputs.device) for c in (self.queries, self.below))
         return get_backbone(network).extract(batch.inputs, task, *cached)
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from fclmodels.backbones.model.prompt_adapters import Adapted
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
+from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Form, Memory
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
+from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -20,6 +22,7 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
 from fclmodels.methods.parts.prompt_training import PromptSettings, PromptTraining
 from fclmodels.methods.parts.prototype_injection import InjectedPrototypes, InjectionSettings, PrototypeInjection
+from fclmodels.methods.parts.refitted_head import RefittedHead
 
 
 class InjectedPrompts(FedAvg):
@@ -37,14 +40,22 @@ class InjectedPrompts(FedAvg):
         super().__init__(settings, backbone.run, backbone)
         self.prompts = PromptTraining(settings, backbone)
         self.injection = PrototypeInjection(settings, backbone)
-        if settings.earlier and run.spec(1).head == "per-task":
-            raise UserError(
-                f"methods.{self.name}.earlier does nothing under model.head: per-task, where a task trains its own "
-                "head alone. Leave it out, or use model.head: growing."
-            )
+        self.refitted = RefittedHead(backbone, self.networks)
+        if settings.refit:
+            self.declare(self.refitted.exchange)
+        for name in ("earlier", "refit"):
+            if getattr(settings, name) and run.spec(1).head == "per-task":
+                raise UserError(
+                    f"methods.{self.name}.{name} does nothing under model.head: per-task, where a task trains its own "
+                    "head alone. Leave it out, or use model.head: growing."
+                )
+        if settings.refit and settings.head != "shared":
+            raise UserError(f"methods.{self.name}.refit fits one head for all clients. Use head: shared.")
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
+        if self.settings.refit:
+            return Obstacle("fits the head to sums of features that are not clipped", "Set refit: false")
         if self.settings.pooled == "omega":
             return Obstacle("weighs prototypes by omega, and noise covers means over samples", "Set pooled: counts")
         return self.prompts.obstacle_to_noise
@@ -91,6 +102,15 @@ class InjectedPrompts(FedAvg):
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         return self.injection.gather(super().aggregate(server, replies), replies)
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        server = super().finish_task(server, cohort)
+        if not self.settings.refit:
+            return server
+        return self.refitted.refit(server, cohort.ask(self.refitted.exchange, server))
+
+    def fitted_head(self, server: Server) -> FittedHead | None:
+        return self.refitted.fitted_head(server)
 
     # Prompts.
 

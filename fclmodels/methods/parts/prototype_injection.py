@@ -82,7 +82,12 @@ class InjectionSettings(BaseSettings):
         "counts",
         description="what a client's prototype counts: its samples of the class, or omega (eq. 14, 15 as printed)",
     )
-    earlier: bool = Field(False, description="keep the prototypes of earlier tasks and inject them too")
+    earlier: bool = Field(False, description="keep the prototypes of earlier tasks and inject them too (ours)")
+    refit: bool = Field(
+        False,
+        description="after a task's rounds the server fits the head to Gaussians of all classes so far, whose means "
+        "follow the prompts' drift (ours)",
+    )
 
 
 class PrototypeInjection:

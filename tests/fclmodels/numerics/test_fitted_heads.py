@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.linalg import lstsq
+from scipy.stats import multivariate_normal
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -11,10 +14,12 @@ from fclmodels.numerics.fitted_heads import (
     NEVER,
     LinearHead,
     draw_features,
+    fit_discriminant,
     fit_gaussians,
     fit_nearest_mean,
     fit_ridge,
     sum_classes,
+    sum_drift,
     sum_products,
     train_head,
 )
@@ -142,3 +147,36 @@ def test_a_head_trained_on_drawn_features_knows_the_real_ones() -> None:
     features, draws = draw_features(fit_gaussians(**rename(sums)), 100, torch.Generator().manual_seed(4))
     head = train_head(LinearHead(torch.zeros(3, 5), torch.zeros(3)), features, draws)
     assert ((A @ head.weight.T + head.bias).argmax(1) == labels).double().mean() > 0.85
+
+
+def test_the_discriminant_is_the_best_head_for_classes_of_one_covariance() -> None:
+    """Within its own Gaussians' noise it answers as Bayes' rule does, by scipy's densities."""
+    random = np.random.default_rng(0)
+    means, A = random.normal(size=(4, 3)), random.normal(size=(3, 3))
+    Sigma = A @ A.T + np.eye(3)
+    head = fit_discriminant(torch.full((4,), 50.0), torch.from_numpy(means), torch.from_numpy(200 * Sigma), shrink=0)
+    x = random.normal(size=(200, 3)) * 2
+    logits = x @ head.weight.numpy().T + head.bias.numpy()
+    densities = np.stack([multivariate_normal(mean, Sigma).logpdf(x) for mean in means], axis=1)
+    np.testing.assert_allclose(logits - logits[:, :1], densities - densities[:, :1], rtol=1e-4, atol=1e-3)
+
+
+def test_a_class_without_samples_is_not_the_discriminants_answer() -> None:
+    head = fit_discriminant(torch.tensor([5.0, 0.0]), torch.zeros(2, 3), torch.eye(3))
+    assert head.bias[1] < -1e8
+    assert head.weight.isfinite().all()
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(0, 2**16))
+def test_a_drift_that_all_samples_share_is_every_means(classes: int, n: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    means, before, shift = random.normal(size=(classes, 3)), random.normal(size=(n, 3)), random.normal(size=3)
+    sums = sum_drift(*(torch.from_numpy(x) for x in (means, np.array(9.0), before, before + shift)))
+    drift = (sums["sum"] / sums["weight"][:, None]).numpy()
+    np.testing.assert_allclose(drift, np.tile(shift, (classes, 1)), atol=1e-9)
+
+
+def test_a_mean_drifts_with_the_samples_near_it() -> None:
+    means, before = torch.tensor([[0.0], [10.0]]).double(), torch.tensor([[0.1], [9.9]])
+    sums = sum_drift(means, torch.tensor(1.0).double(), before, before + torch.tensor([[1.0], [-2.0]]))
+    np.testing.assert_allclose(sums["sum"] / sums["weight"][:, None], [[1.0], [-2.0]], atol=1e-6)
