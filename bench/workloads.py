@@ -63,6 +63,8 @@ WORKS = {
     "w3": Work(5, 500, 64, RGB, {"backbone": "resnet18", "stem": "imagenet"}, SGD),
     "w4": Work(10, 100, 20, RGB, VIT, {"kind": "adam", "lr": 1e-3}),
 }
+# STAMP's S-CIFAR100 in twos halfway, with 25 past tasks, on two clients and a ResNet-18 of a quarter of the width.
+C2 = Work(2, 1000, 128, RGB, {"backbone": "resnet18", "stem": "cifar", "width": 16}, SGD, classes=2, tasks=26)
 SHARE = 0.2  # of each layer's input that bases of the first task fill
 TEST = 5  # one test sample for so many train samples, as CIFAR-100 has
 
