@@ -9,7 +9,7 @@ from pydantic import Field
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import ServerAnchorSettings, anchor_to, blend_with_anchor
+from fclmodels.methods.parts.anchor import AnchorSettings, anchor_to, blend_with_anchor
 
 
 class Ema(FedAvg):
@@ -18,13 +18,13 @@ class Ema(FedAvg):
     name = "ema"
     paper = "none: a rival of SPECIAL"
 
-    class Settings(ServerAnchorSettings):
+    class Settings(AnchorSettings):
         share: float = Field(0.5, ge=0, le=1, description="share of the last task's model in the average")
 
     settings: Settings
 
     def start_task(self, server: Server, task: int) -> Server:
-        return anchor_to(super().start_task(server, task), server)
+        return anchor_to(super().start_task(server, task), server, self.settings.new_rows)
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         return blend_with_anchor(server, self.settings.share, self.settings.batch_norm == "blend")

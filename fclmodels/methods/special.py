@@ -26,7 +26,7 @@ from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import ServerAnchorSettings, anchor_to, blend_with_anchor, measure_distance
+from fclmodels.methods.parts.anchor import AnchorSettings, anchor_to, blend_with_anchor, measure_distance
 from fclmodels.methods.parts.anchor_radius import Search, share_within
 from fclmodels.settings.base import Settings as BaseSettings
 
@@ -42,7 +42,7 @@ class Special(FedAvg):
         "Task-Uniform Convergence and Backward Transfer"
     )
 
-    class Settings(ServerAnchorSettings):
+    class Settings(AnchorSettings):
         lam: Annotated[float, Field(ge=0, le=1e6)] | Literal["auto"] = Field(
             0.25,
             alias="lambda",
@@ -75,7 +75,7 @@ class Special(FedAvg):
     # On the server.
 
     def start_task(self, server: Server, task: int) -> Server:
-        started = anchor_to(super().start_task(server, task), server)
+        started = anchor_to(super().start_task(server, task), server, self.settings.new_rows)
         if not self.tunes(task):
             return started
         return set_knowledge(started, search=asdict(Search()), share=0.0, rounds=0)

@@ -193,7 +193,7 @@ class Stamp(FedAvg):
         with torch.no_grad():
             for name, parameter in training.parameters.items():
                 parameter.copy_(training.start[name])
-        optimiser = make_optimiser(client.run.params.optimizer, list(training.parameters.values()), client.round)
+        optimiser = make_optimiser(client.run.params.optimizer, list(training.parameters.values()), *training.progress)
         steps = federation.local_epochs * -(-len(client.rows) // federation.batch_size)
         with leave_statistics(training.network):
             for _ in range(steps):

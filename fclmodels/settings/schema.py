@@ -88,12 +88,19 @@ class OptimizerSettings(Settings):
     kind: Literal["sgd", "adam", "adamw"] = Field("sgd", description="the clients' optimiser, new in each round")
     lr: PositiveFloat = Field(0.05, le=1e30, description="its learning rate")
     lr_decay: PositiveFloat = Field(1.0, le=1, description="factor on it from one round of a task to the next")
+    lr_decay_epochs: PositiveInt | None = Field(
+        None, description="local epochs of a task after which lr_decay applies, in place of a round"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd")
     weight_decay: NonNegativeFloat = Field(0.0, le=1e6, description="weight decay")
     clip: PositiveFloat | None = Field(None, description="most length of a step's gradient; null: any")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of products in local training; weights, gradients and sums are float32 always"
     )
+
+    def compute_lr(self, round: int, epochs: int) -> float:
+        """Return the learning rate after so many rounds of a task, which are so many local epochs."""
+        return self.lr * self.lr_decay ** (round if self.lr_decay_epochs is None else epochs // self.lr_decay_epochs)
 
 
 def _refuse_unordered(pair: tuple[float, float]) -> tuple[float, float]:

@@ -95,6 +95,5 @@ def measure_drift(method: "Method", server: Server, anchor: Server) -> float:
 
 def bound_movement(method: "Method", task: int, round: int) -> float:
     """Return eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
-    optimizer = method.run.params.optimizer
-    lr = optimizer.lr * optimizer.lr_decay**round
+    lr = method.run.params.optimizer.compute_lr(round, round * method.run.params.federation.local_epochs)
     return method.server_lr(task) * lr * method.local_steps(task)

@@ -56,6 +56,8 @@ class LocalTraining:
             self.frozen_activations = activations(client, network, self.parameters)
         self.networks: dict[str, tuple[nn.Module, Auxiliary]] = {}  # beside the model, by name
         self._optimisers: list[torch.optim.Optimizer] = []
+        self._epochs = 0  # of this round that are over
+        self._schedules: list[tuple[torch.optim.Optimizer, OptimizerSettings]] = []
         self._parts: dict[type, object] = {}
         self._contexts: list[AbstractContextManager[object]] = []
 
@@ -84,7 +86,8 @@ class LocalTraining:
         with ExitStack() as contexts, seed_torch(client.run.seed, *key, device=client.run.device):
             for context in self._contexts:
                 contexts.enter_context(context)
-            for epoch in self.method.epochs(self):
+            for done, epoch in enumerate(self.method.epochs(self)):
+                self._begin_epoch(done)
                 for batch in epoch:
                     total += self.take_step(batch, optimisers) * len(batch.labels)
                     samples += len(batch.labels)
@@ -125,20 +128,38 @@ class LocalTraining:
 
     def make_optimisers(self) -> list[torch.optim.Optimizer]:
         """Return the optimisers of this round: of the method's groups, of all other parameters, of networks beside."""
-        settings, round, groups = self.client.run.params.optimizer, self.client.round, self.method.optimisers(self)
+        settings, groups = self.client.run.params.optimizer, self.method.optimisers(self)
         grouped = {name for group in groups for name in group.names}
         others = [parameter for name, parameter in self.parameters.items() if name not in grouped]
-        optimisers = [make_optimiser(settings, others, round)] if others else []
-        for group in groups:
-            members = [self.parameters[name] for name in group.names]
-            optimisers.append(make_optimiser(group.optimizer, members, round))
+        members = [(settings, others)] if others else []
+        members += [(group.optimizer, [self.parameters[name] for name in group.names]) for group in groups]
         for module, auxiliary in self.networks.values():
             if auxiliary.optimizer is not None:
-                optimisers.append(make_optimiser(auxiliary.optimizer, list(module.parameters()), round))
+                members.append((auxiliary.optimizer, list(module.parameters())))
+        optimisers = [make_optimiser(of, parameters, *self.progress) for of, parameters in members]
+        self._schedules = [(optimiser, of) for optimiser, (of, _) in zip(optimisers, members, strict=True)]
         if self.method.keeps_optimisers:
             self._restore_optimisers(optimisers)
             self._optimisers = optimisers
         return optimisers
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The rounds and the local epochs of the task that are over."""
+        client = self.client
+        return client.round, client.round * client.run.params.federation.local_epochs + self._epochs
+
+    @property
+    def lr(self) -> float:
+        """The present learning rate of the clients' optimiser."""
+        return self.client.run.params.optimizer.compute_lr(*self.progress)
+
+    def _begin_epoch(self, epochs: int) -> None:
+        """Set the learning rates for the epoch after so many of this round."""
+        self._epochs = epochs
+        for optimiser, settings in self._schedules:
+            for group in optimiser.param_groups:
+                group["lr"] = settings.compute_lr(*self.progress)
 
     def features(self, batch: Batch) -> Tensor:
         """Return the features [B, F] of a batch, from the cached activations of frozen blocks where there are some.
@@ -194,9 +215,11 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Tree) -> None:
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 
-def make_optimiser(settings: OptimizerSettings, parameters: list[nn.Parameter], round: int) -> torch.optim.Optimizer:
-    """Return a new optimiser for a round of a task; its learning rate has fallen by lr_decay each round."""
-    lr, decay = settings.lr * settings.lr_decay**round, settings.weight_decay
+def make_optimiser(
+    settings: OptimizerSettings, parameters: list[nn.Parameter], round: int, epochs: int = 0
+) -> torch.optim.Optimizer:
+    """Return a new optimiser for a task's state after so many rounds, or local epochs, as `lr_decay` counts in."""
+    lr, decay = settings.compute_lr(round, epochs), settings.weight_decay
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay, fused=True)
     kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW

@@ -3,18 +3,19 @@
 knowledge: `anchor` {name: W*_{t-1}}, the global weights as the previous task left them, with that task's own shapes
 (a growing head had fewer rows then). There is none during the first task.
 
-Weights without an anchor learn freely: new rows of a head that grows, and a new task's own head. SPECIAL's F.6 leaves
-that open; it is our choice.
+Weights that the last task's model did not have, new rows of a head that grows and a new task's own head, learn freely;
+or they are anchored where they start the task, by setting (SPECIAL's F.6 leaves it open).
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fclmodels.backbones.layers.norms import STATISTICS, Blended
+from fclmodels.backbones.layers.norms import STATISTICS, Blended, list_statistics
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -23,21 +24,25 @@ from fclmodels.methods.fedavg import FedAvg, join_new_rows
 Anchor = dict[str, Tensor]
 
 
-class ServerAnchorSettings(FedAvg.Settings):
-    """Settings of methods whose server blends its weights with the anchor; clients do not get the anchor."""
+class AnchorSettings(FedAvg.Settings):
+    """Settings of methods that hold a model near the last task's."""
 
     batch_norm: Blended = Field(  # type: ignore[assignment]  # more values than FedAvg has
         "blend",
         description="running statistics: blend with the anchor's like weights; average over clients and do not "
         "blend; local: each client's own; batch: none; frozen after task 1",
     )
+    new_rows: Literal["free", "anchored"] = Field(
+        "free", description="rows and heads of new classes: free; or anchored where they start their first task"
+    )
 
 
-def anchor_to(server: Server, last: Server) -> Server:
-    """Return the server that starts a task, anchored to the model that the last task left."""
+def anchor_to(server: Server, last: Server, new_rows: str = "free") -> Server:
+    """Return the server that starts a task, anchored to the model that the last task left, and its new rows or not."""
     if server.task == 0:
         return server
-    return replace(server, knowledge={**server.knowledge, "anchor": last.weights})
+    anchor = last.weights if new_rows == "free" else server.weights
+    return replace(server, knowledge={**server.knowledge, "anchor": anchor})
 
 
 def blend_with_anchor(server: Server, share: float, statistics: bool) -> Server:
@@ -59,13 +64,26 @@ def anchor_payload(server: Server) -> Payload:
 
 
 class AnchoredParameters:
-    """The anchor of a client's parameters."""
+    """The anchor of a client's parameters, and of its running statistics where these blend too."""
 
-    def __init__(self, training: LocalTraining, payload: Payload) -> None:
+    def __init__(self, training: LocalTraining, payload: Payload, statistics: bool) -> None:
         anchor: Anchor = payload["anchor"].tensors if "anchor" in payload else {}
         self.anchor = {name: anchor[name] for name in training.parameters if name in anchor}  # W*, by name
         # The rows that have an anchor, as views.
         self.parameters = {name: rows(training.parameters[name].detach(), old) for name, old in self.anchor.items()}
+        names = [name for name in list_statistics(training.network) if statistics and name in anchor]
+        self.statistics = [training.network.get_buffer(name) for name in names]
+        self.statistics_anchor = [anchor[name] for name in names]
+
+    def pull(self, share: float) -> None:
+        """Move parameters and statistics by this share of their way to the anchor, in place."""
+        if self.anchor:
+            torch._foreach_lerp_(list(self.parameters.values()), list(self.anchor.values()), share)
+        self.pull_statistics(share)
+
+    def pull_statistics(self, share: float) -> None:
+        if self.statistics:
+            torch._foreach_lerp_(self.statistics, self.statistics_anchor, share)
 
 
 def rows(weights: Tensor, anchor: Tensor) -> Tensor:

@@ -97,10 +97,15 @@ class Distilled(FedAvg):
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network
         features = network.backbone(batch.inputs)
-        loss = self.cross_entropy(network, features, batch.labels, training.client.task)
+        task = training.client.task
+        loss = self.weigh_labels(task) * self.cross_entropy(network, features, batch.labels, task)
         for teacher in training.part(Teachers) or ():
             loss = loss + teacher.loss_weight * self.distill(network, features, teacher.logits(batch.inputs))
         return loss
+
+    def weigh_labels(self, task: int) -> float:
+        """Return the weight of the cross entropy with the labels."""
+        return 1.0
 
     def distill(self, network: Network, features: Tensor, answers: Sequence[Tensor]) -> Tensor:
         """Return the sum of the distillation losses of the heads that the teacher has (Li and Hoiem, section 3)."""

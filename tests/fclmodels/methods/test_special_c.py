@@ -7,6 +7,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from fclmodels.errors import UserError
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import AnchoredParameters, rows
@@ -101,3 +102,38 @@ def test_advice_tells_c_in_units_of_lambda(method_of: Callable, splits_of: Calla
     assert f"lambda of {1.1**6 - 1:.2g}:" in line
     assert "further than 10 steps" in line
     assert method_of(SpecialC, c=0.0).advice() == []
+
+
+@pytest.mark.parametrize("decay", [{}, {"lr_decay": 0.5}, {"lr_decay": 0.5, "lr_decay_epochs": 1}])
+def test_by_default_a_round_is_proximal_gradient_steps_of_specials_objective(
+    decay: dict[str, float], method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    """c = eta lambda, eta that of each epoch: w <- argmin_v g v + 1/(2 eta) |v - w|^2 + lambda/2 |v - W*|^2."""
+    overrides = [f"optimizer.{name}={value}" for name, value in {"lr": 0.1, **decay}.items()]
+    method = method_of(SpecialC, "federation.batch_size=64", "federation.local_epochs=2", *overrides)
+    assert method.settings.lam == 0.25
+    server = method.start_task(federate(method, 1), 1)
+    anchor, client = server.knowledge["anchor"], client_of(method, 2, 1, round=1)
+    weights = {name: w + 0.1 for name, w in server.weights.items()}
+    payload = method.payload(server)
+    payload["weights"].tensors.update(weights)
+    network = method.networks.load(server.spec, weights)
+    parameters = dict(network.named_parameters())
+    training = LocalTraining(method, client, network, weights)
+    for epoch, (batch,) in enumerate(map(list, client.epochs())):
+        eta = 0.1 * {0: 1.0, 1: 0.5, 2: 0.5 ** (2 + epoch)}[len(decay)]
+        gradients = torch.autograd.grad(method.loss(training, batch), list(parameters.values()))
+        with torch.no_grad():
+            for (name, p), g in zip(parameters.items(), gradients, strict=True):
+                p -= eta * g
+                if name in anchor:
+                    old = rows(p, anchor[name])
+                    old.copy_((old / eta + 0.25 * anchor[name]) / (1 / eta + 0.25))
+    expected = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, update in method.train(client, payload).tensors["update"].items():
+        torch.testing.assert_close(weights[name] + update / client.weight, expected[name], rtol=0, atol=2e-6)
+
+
+def test_lambda_and_c_are_one_setting(params_of: Callable) -> None:
+    with pytest.raises(UserError, match="set one of lambda and c"):
+        params_of("methods.special-c.c=0.1", "methods.special-c.lambda=0.1")

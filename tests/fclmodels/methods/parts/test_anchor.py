@@ -155,3 +155,45 @@ def test_a_client_downloads_the_anchor_once_a_task(
     experiment.run(tmp_path / "run")
     ledger = pl.read_parquet(tmp_path / "run" / "ledger.parquet").filter(pl.col("part") == "anchor")
     assert ledger.select("task", "client").sort("client").rows() == [(1, client) for client in range(4)]
+
+
+@pytest.mark.parametrize("kind", [Special, Ema, SpecialC, ProxAnchor])
+def test_new_rows_are_free_or_anchored_where_they_start(
+    kind: type, method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    """Of a growing head and of a task's own head; a strong anchor holds them as it holds the old ones."""
+    strength = dict(STRONG)[kind]
+    for head in ("growing", "per-task"):
+        for new_rows in ("free", "anchored"):
+            method = method_of(kind, splits=splits_of(head=head), new_rows=new_rows, **strength)
+            ended = federate(method, 1)
+            started = method.start_task(ended, 1)
+            of = started.weights if new_rows == "anchored" else ended.weights
+            assert started.knowledge["anchor"].keys() == of.keys()
+            assert all(torch.equal(started.knowledge["anchor"][name], of[name]) for name in of)
+            after = federate(method).weights
+            name, first = ("heads.0.weight", 2) if head == "growing" else ("heads.1.weight", 0)
+            moved = (after[name] - started.weights[name])[first:].norm()
+            assert (moved < 0.05) == (new_rows == "anchored"), (kind, head, moved)
+
+
+@pytest.mark.parametrize(("kind", "share"), [(SpecialC, 0.25 / 1.25), (ProxAnchor, 0.1 * 2.5)])
+def test_running_statistics_on_a_client_blend_as_weights_do(
+    kind: type, share: float, method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    """In a step with eta 0.1 by the share of the way to W* that the anchor alone moves a weight; or not at all."""
+    strength = {SpecialC: {"c": 0.25}, ProxAnchor: {"mu": 2.5}}[kind]
+    changes = {}
+    for policy in ("average", "blend"):
+        overrides = ("model.backbone=resnet18", "federation.batch_size=64", "optimizer.lr=0.1")
+        method = method_of(kind, *overrides, batch_norm=policy, **strength)
+        server = method.start_task(federate(method_of(FedAvg, *overrides), 1), 1)
+        anchor = server.knowledge["anchor"]
+        payload = method.payload(server)
+        names = [name for name in anchor if name.endswith(STATISTICS)]
+        payload["weights"].tensors.update({name: anchor[name] + 1 for name in names})
+        client = client_of(method, 1, 1)
+        statistics = method.train(client, payload).tensors["statistics"]
+        changes[policy] = {name: 1 + statistics[name] / client.weight for name in names}
+    for name, plain in changes["average"].items():
+        torch.testing.assert_close(changes["blend"][name], (1 - share) * plain, rtol=1e-4, atol=1e-5)
