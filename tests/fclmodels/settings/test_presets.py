@@ -199,7 +199,7 @@ def test_digit10_is_one_stream_of_the_ten_digits(tmp_path: Path) -> None:
     assert params.data.parts[2] == {"source": "emnist", "split": "digits"}
     assert [task.name for task in splits.tasks] == ["usps", "svhn", "emnist", "mnist"]
     assert {task.classes for task in splits.tasks} == {tuple(range(10))}
-    assert (splits.head, splits.shape, splits.clients) == ("growing", (1, 32, 32), 8)
+    assert (splits.head, splits.shape, splits.clients) == ("growing", (3, 32, 32), 8)
 
 
 def test_specials_network_has_the_bytes_of_table_15() -> None:
