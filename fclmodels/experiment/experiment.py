@@ -34,7 +34,7 @@ from fclmodels.federation.executors.processes import Processes
 from fclmodels.federation.protection import inspection
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.server_training import ServerTraining
+from fclmodels.federation.training.server_training import ServerTraining, read_peak_memory, reset_peak_memory
 from fclmodels.settings.load import collect_settings, load_method_settings
 from fclmodels.settings.schema import Params
 from fclmodels.storage.digests import digest_json
@@ -67,9 +67,11 @@ class Step:
 
     def run(self) -> Outcome:
         """Run the step, record its outcome, and remove its checkpoints."""
+        reset_peak_memory(self.experiment.method.run.device)
         with set_torch_threads(SERVER_THREADS):
             objects, seconds = getattr(self.experiment, f"_{self.stage}")(self)
-        outcome = {"stage": self.stage, "task": self.task, "objects": objects, "seconds": seconds}
+        peaks = self.experiment.read_peak_memory()
+        outcome = {"stage": self.stage, "task": self.task, "objects": objects, "seconds": seconds, "peaks": peaks}
         self.experiment.store.record(self.key, outcome)
         shutil.rmtree(self.experiment.make_checkpoint_folder(self), ignore_errors=True)
         return outcome
@@ -162,6 +164,11 @@ class Experiment:
         from fclmodels.federation.monitors.theorem2 import add_bounds
 
         return add_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
+
+    def read_peak_memory(self) -> dict[str, int | None]:
+        """Return the peak memory in bytes of the server's process (or GPU), and of the largest worker so far."""
+        workers = self._executor.read_peak_memory() if self._executor else None
+        return {"server": read_peak_memory(self.method.run.device), "worker": workers}
 
     def make_checkpoint_folder(self, step: Step) -> Path:
         return self.home / "checkpoints" / step.key

@@ -94,6 +94,8 @@ def _write(experiment: "Experiment", folder: Path, place: Path, outcomes: "list[
             for stage in ("begin", "learn", "conclude", "evaluate")
         },
         **_sum_bytes(tables["ledger"]),
+        "client_bytes": _measure_client(experiment, server, tables["ledger"]),
+        "peaks": _find_peaks(outcomes),
         **preset,
         **_count_scaled_rounds(experiment),
         **({"rounds_to_best": best} if monitors is not None and (best := rounds_to_best(monitors)) else {}),
@@ -155,6 +157,24 @@ def _format_command(experiment: "Experiment", place: Path) -> str:
 
 def _find_last_digest(outcomes: "list[Outcome]", name: str) -> str:
     return [o["objects"][name] for o in outcomes if name in o["objects"]][-1]
+
+
+def _measure_client(experiment: "Experiment", server: Server, ledger: pl.DataFrame) -> dict[str, int]:
+    """Return the bytes that a client holds after the last task: parameters, buffers, and the largest memory so far."""
+    weights = experiment.method.all_weights(server)
+    buffers = {name for name, _ in experiment.method.networks.of(server.spec).named_buffers()}
+    largest = ledger.filter(pl.col("direction") == "kept").group_by("task", "round", "client").agg(pl.sum("bytes"))
+    return {
+        "model": sum(weight.nbytes for name, weight in weights.items() if name not in buffers),
+        "buffers": sum(weight.nbytes for name, weight in weights.items() if name in buffers),
+        "memory": max(largest["bytes"].to_list(), default=0),
+    }
+
+
+def _find_peaks(outcomes: "list[Outcome]") -> dict[str, int | None]:
+    """Return the peak memory in bytes over all steps: of the server, and of a worker (None where there were none)."""
+    peaks = [outcome.get("peaks", {}) for outcome in outcomes]  # a store may have outcomes without
+    return {who: max((peak.get(who) or 0 for peak in peaks), default=0) or None for who in ("server", "worker")}
 
 
 def _sum_bytes(ledger: pl.DataFrame) -> dict[str, int]:

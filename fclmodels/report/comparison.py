@@ -15,7 +15,10 @@ from fclmodels.report import labels
 from fclmodels.report.read_runs import Group, RunFolder, group_runs, read_runs
 
 METRICS = (*MATRIX_METRICS, *CLIENT_METRICS, *CONFUSION_METRICS)
-COSTS = ("bytes_up", "bytes_down", "bytes_kept", "seconds", "seconds_per_round", "rounds_to_best")
+COSTS = (
+    *("bytes_up", "bytes_down", "bytes_kept", "client_bytes", "peak_server", "peak_worker"),
+    *("seconds", "seconds_per_round", "rounds_to_best"),
+)
 
 
 def compare_folders(folders: Sequence[Path | str]) -> pl.DataFrame:

@@ -65,6 +65,8 @@ class Result(BaseModel):
     bytes_up: NonNegativeInt
     bytes_down: NonNegativeInt
     bytes_kept: NonNegativeInt | None = None
+    client_bytes: dict[str, NonNegativeInt] = {}
+    peaks: dict[str, NonNegativeInt | None] = {}
     command: str | None = None
     preset: PresetSettings | None = None
     scaled: dict[str, list[int]] | None = None
@@ -105,11 +107,13 @@ class RunFolder:
 
     @property
     def costs(self) -> dict[str, float | None]:
-        """Bytes, seconds and rounds of the run, None where unknown; monitors do not count in the seconds of a round."""
+        """Bytes, seconds, rounds and memory, None where unknown; monitors do not count in the seconds of a round."""
         result = self.result
         of_run = {name: getattr(result, name) for name in ("bytes_up", "bytes_down", "bytes_kept", "seconds")}
         seconds = self.rounds.select(pl.mean("seconds")).item()
-        return {**of_run, "seconds_per_round": seconds, "rounds_to_best": result.rounds_to_best}
+        memory: dict[str, float | None] = {f"peak_{who}": result.peaks.get(who) for who in ("server", "worker")}
+        memory["client_bytes"] = sum(result.client_bytes.values()) if result.client_bytes else None
+        return {**of_run, "seconds_per_round": seconds, "rounds_to_best": result.rounds_to_best, **memory}
 
     @property
     def tasks(self) -> int:

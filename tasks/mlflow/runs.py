@@ -169,6 +169,8 @@ def _log_result(tracking: Tracking, folder: Path, result: dict[str, Any]) -> Non
 
     now = tracking.start_time
     totals = {name: result[name] for name in ("seconds", "bytes_up", "bytes_down", "bytes_kept")}
+    totals |= {f"peak_{who}": peak for who, peak in result["peaks"].items() if peak is not None}
+    totals["client_bytes"] = sum(result["client_bytes"].values())
     metrics = [Metric(f"total/{n}", v, now, 0) for n, v in totals.items()]
     if "rounds_to_best" in result:
         metrics.append(Metric("total/rounds_to_best", result["rounds_to_best"], now, 0))

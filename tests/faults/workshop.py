@@ -43,7 +43,7 @@ federation:
 device: cpu
 """
 Jump = tuple[float, float]  # of the clock: seconds after the start, size in seconds
-VARYING = ("seconds", "timings", "files", "seal")  # between equal runs
+VARYING = ("seconds", "timings", "peaks", "files", "seal")  # between equal runs
 
 
 class BrokenPromise(Exception):  # noqa: N818

@@ -107,7 +107,7 @@ def read_outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-VARYING = ("seconds", "timings", "files", "seal")
+VARYING = ("seconds", "timings", "peaks", "files", "seal")
 
 
 def digest_files(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:

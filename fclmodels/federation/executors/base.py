@@ -66,6 +66,10 @@ class Executor(Protocol):
         """End workers, and free what they use."""
         ...
 
+    def read_peak_memory(self) -> int | None:
+        """Return the most bytes that a worker's process has held; None where clients have no process here."""
+        ...
+
 
 def sort_largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[int, ...]:
     """Return clients by their number of rows, so that no worker begins a long training when the others are ready."""

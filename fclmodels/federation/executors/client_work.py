@@ -86,6 +86,9 @@ class Serial:
                 result = work(self.method, job, client, memories.get(client))
             yield result
 
+    def read_peak_memory(self) -> None:
+        """Return None: no worker's process is this one's child."""
+
     def close(self) -> None:
         """Do nothing: nothing was started."""
 

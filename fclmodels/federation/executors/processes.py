@@ -71,6 +71,10 @@ class Processes:
             if not finished:  # interrupted: nobody reads what these workers still answer
                 self.close()
 
+    def read_peak_memory(self) -> int | None:
+        """Return the most bytes that a worker has held."""
+        return max((worker.read_peak_memory() for worker in self._workers), default=None)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.stop()
@@ -121,6 +125,10 @@ class Worker:
         theirs.close()
         self._lines = self.socket.makefile("rb")
         self.send(self._set_up)
+
+    def read_peak_memory(self) -> int:
+        """Return the most bytes that the process has held; 0 where it has ended."""
+        return machine.read_status("VmHWM", self._process.pid) or 0
 
     def send(self, message: dict[str, Any]) -> None:
         # A worker that has died is noticed when its answer is read.

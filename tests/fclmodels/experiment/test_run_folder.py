@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fclmodels.backbones.model.network import build_skeleton
 from fclmodels.backbones.model.spec import ModelSpec
@@ -68,6 +69,9 @@ def test_bytes_are_those_of_the_weights(run: tuple[Path, dict[str, Any]]) -> Non
     assert result["bytes_down"] == rounds["bytes_down"].sum()
     assert result["bytes_up"] == rounds["bytes_up"].sum()
     assert result["bytes_kept"] == 0
+    assert result["client_bytes"] == {"model": model[-1], "buffers": 0, "memory": 0}
+    assert result["peaks"]["server"] > 2**26  # torch alone
+    assert result["peaks"]["worker"] is None  # clients trained in the server's process
     ledger = pl.read_parquet(folder / "ledger.parquet")
     assert ledger.group_by("direction", "part").agg(pl.len()).sort("part", "direction").rows() == [
         ("up", "update", 12),
@@ -243,3 +247,21 @@ def test_a_flipped_bit_anywhere_is_refused_by_name(
         (folder / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(UserError, match=rf"{re.escape(str(folder / name))}.*make it again with fcl run"):
             reader(folder)
+
+
+def test_a_client_keeps_model_buffers_and_memory_and_workers_have_peaks(
+    experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    settings = ("federation.executor=processes", "federation.workers=1", "model.backbone=resnet18", "model.width=2")
+    with experiment_of(*settings, method="er") as experiment:
+        result = experiment.run(tmp_path / "er-0")
+    weights = load_file(tmp_path / "er-0" / "model" / "weights.safetensors")
+    of_buffers = [w.nbytes for name, w in weights.items() if "running" in name or "num_batches" in name]
+    ledger = pl.read_parquet(tmp_path / "er-0" / "ledger.parquet")
+    assert result["client_bytes"] == {
+        "model": sum(w.nbytes for w in weights.values()) - sum(of_buffers),
+        "buffers": sum(of_buffers),
+        "memory": ledger.filter(pl.col("direction") == "kept")["bytes"].max(),
+    }
+    assert result["client_bytes"]["buffers"] > 0
+    assert 2**26 < result["peaks"]["worker"] < 2**33

@@ -273,7 +273,7 @@ def test_facts_of_the_result_are_tracked(
     monkeypatch.setattr("tasks.mlflow.artifacts.log_artifacts", lambda *_: None)
     plain: dict[str, Any] = dict.fromkeys(("seconds", "bytes_up", "bytes_down", "bytes_kept"), 1)
     plain |= {"metrics": {"task_aware": {"acc": 0.5}}, "settings": {"evaluation": {"batch_size": 64}}}
-    plain |= {"digests": {"state": "5"}, "command": "fcl run"}
+    plain |= {"digests": {"state": "5"}, "command": "fcl run", "peaks": {}, "client_bytes": {}}
     privacy = {"epsilon": 7.25, "delta": 1e-5, "covers": "sketches", "clip": 1.0}
     more = {"preset": {"name": "tiny"}, "scaled": {"rounds": [4, 2], "of": [20, 10]}, "privacy": privacy}
     names = ("preset", "scaled", "privacy", "mlflow.note.content")

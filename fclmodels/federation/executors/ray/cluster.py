@@ -101,6 +101,9 @@ class RayCluster:
             if remaining:  # interrupted: nobody reads what these actors still answer
                 self._end_actors()
 
+    def read_peak_memory(self) -> None:
+        """Return None: no worker's process is this one's child."""
+
     def close(self) -> None:
         self._end_actors()
         self._data = []
