@@ -55,3 +55,16 @@ def test_pip_ends_3_points_of_average_accuracy_above_fed_dualp(
     shared, metrics = [*STREAM, *VIT, f"model.weights={letters}"], ("avg", "acc", "learning_acc")
     measured = over_seeds(split_of(STREAM), TUNED, shared, "task_agnostic", metrics)
     assert measured["pip-dualp"]["avg"].mean() >= measured["fed-dualp"]["avg"].mean() + 0.03
+
+
+def test_a_refitted_head_is_at_least_the_nearest_prototypes_equal(
+    letters: Path,
+    split_of: Callable[[list[str]], Splits],
+    over_seeds: Callable[..., dict[str, dict[str, np.ndarray]]],
+) -> None:
+    """The server's head, fitted to all classes' Gaussians on the prompts, after four rounds a task."""
+    shared, metrics = [*STREAM, *VIT, f"model.weights={letters}", "federation.rounds=4"], ("avg", "acc")
+    rows = {"pip-dualp": [*TUNED["pip-dualp"], "methods.pip-dualp.refit=true"], "nearest-prototype": []}
+    measured = over_seeds(split_of(STREAM), rows, shared, "task_agnostic", metrics)
+    for metric in metrics:
+        assert measured["pip-dualp"][metric].mean() >= measured["nearest-prototype"][metric].mean()
