@@ -6,7 +6,7 @@ Under `lambda: auto` clients send the loss on their val rows of the model that t
 anchor_radius.py derives lambda.
 
 knowledge: besides the anchor, under `lambda: auto`, `search` (anchor_radius.py), the last round's `share` of the
-anchor, and how many `rounds` of the task are over.
+anchor, how many `rounds` of the task are over, and `val`, the sums of `loss` and `samples` smoothed over rounds.
 """
 
 import math
@@ -78,7 +78,7 @@ class Special(FedAvg):
         started = anchor_to(super().start_task(server, task), server, self.settings.new_rows)
         if not self.tunes(task):
             return started
-        return set_knowledge(started, search=asdict(Search()), share=0.0, rounds=0)
+        return set_knowledge(started, search=asdict(Search()), share=0.0, rounds=0, val={})
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         averaged = super().aggregate(server, replies)
@@ -100,19 +100,22 @@ class Special(FedAvg):
         """Return the server whose share of the anchor follows from the round's val losses.
 
         drift: of the model that the losses are of. A round whose clients have no val rows, or answer for an older
-        model, leaves D as it was.
+        model, leaves D as it was. Where a round samples the share q of the clients, sums of losses and of rows are
+        smoothed over rounds, q of each the round's, and a tenth of the task's rounds is counted in rounds of all.
         """
         val, rounds = replies.sum("val"), self.run.rounds(averaged.task)
         averaged = set_knowledge(averaged, rounds=averaged.knowledge["rounds"] + 1)
         noise, guessing = replies.noise("val"), self.compute_guessing_loss(averaged.spec, averaged.task)
         if not val["samples"] > 3 * noise:
             return averaged
-        loss = float(val["loss"] / val["samples"]) * (2 * guessing if noise else 1)
-        before = Search(**averaged.knowledge["search"])
-        search = before.after(loss, guessing, self.settings.tolerance, rounds)
+        sampled = self.sample_size(averaged.task) / len(self.participants(averaged.task))
+        before = averaged.knowledge["val"]
+        means = {name: (1 - sampled) * before.get(name, 0.0) + sampled * float(total) for name, total in val.items()}
+        loss = means["loss"] / means["samples"] * (2 * guessing if noise else 1)
+        search = Search(**averaged.knowledge["search"]).after(loss, guessing, self.settings.tolerance, rounds / sampled)
         radius = search.compute_radius(drift, last=averaged.knowledge["rounds"] == rounds)
         share = share_within(radius, measure_distance(averaged.weights, averaged.knowledge["anchor"]))
-        return set_knowledge(averaged, search=asdict(search), share=share)
+        return set_knowledge(averaged, search=asdict(search), share=share, val=means)
 
     def compute_guessing_loss(self, spec: ModelSpec, task: int) -> float:
         """Return ln C, the loss of guessing among the classes that the loss is over."""

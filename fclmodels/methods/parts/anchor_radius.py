@@ -15,10 +15,9 @@ tolerance: then the best reachable loss is clear. From then on D is the drift d_
 times exp(-step) where it is within the tolerance, exp(step) where it is not; as in Rprop (Riedmiller and Braun 1993)
 the step grows while the verdict stays the same and is halved when it turns. A task's last round tries nothing smaller.
 
-Two limits: new classes' rows of a growing head have no anchor, and push old classes out of the answers over all
-classes. And where a round samples some clients only, L_r is about other clients each time, so that a lucky round sets
-L_best: once a task is learned D then comes out too large, in the end FedAvg's; before, it becomes finite too early and
-grows too slowly (docs/results/anchors.md, digits).
+Where a round samples some of the clients only, each L_r is about other clients, and a lucky round would set L_best: so
+special.py smooths losses over as many rounds as reach all of them. One limit: new classes' rows of a growing head have
+no anchor by default, and push old classes out of the answers over all classes.
 """
 
 import math
@@ -37,9 +36,9 @@ class Search:
 
     def find_best_loss(self, but_last: int = 0) -> float:
         """Return the smallest loss, without the last so many rounds."""
-        return min(self.losses[: len(self.losses) - but_last], default=math.inf)
+        return min(self.losses[: max(0, len(self.losses) - but_last)], default=math.inf)
 
-    def after(self, loss: float, guessing: float, tolerance: float, rounds: int) -> "Search":
+    def after(self, loss: float, guessing: float, tolerance: float, rounds: float) -> "Search":
         """Return the search after one more round with this loss; guessing: ln C, rounds: of the task."""
         search = replace(self, losses=(*self.losses, loss))
         slack = tolerance * max(guessing - search.find_best_loss(), 0.0)

@@ -302,3 +302,40 @@ def test_a_tolerance_that_nothing_reads_is_refused() -> None:
     with pytest.raises(ValueError, match="tolerance needs lambda: auto"):
         Special.Settings(**{"lambda": 0.1, "tolerance": 0.2})
     assert Special.Settings(**{"lambda": "auto", "tolerance": 0.2}).tolerance == 0.2
+
+
+def test_losses_of_other_clients_each_round_are_smoothed(
+    method_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """One client of four a round: a quarter of each sum is the round's; with all clients a loss is as it comes."""
+    losses, samples = (2.0, 1.0, 3.0, 0.5), (2.0, 6.0, 2.0, 4.0)
+    for chosen in (1, 4):
+        overrides = ("federation.rounds=10", f"federation.clients_per_round={chosen}")
+        method = method_of(Special, *overrides, splits=splits_of(val=5), **AUTO)
+        server = method.start_task(method.start_task(method.setup(), 0), 1)
+        total, count, expected = 0.0, 0.0, []
+        for loss, n in zip(losses, samples, strict=True):
+            total, count = 0.75 * total + 0.25 * loss * n, 0.75 * count + 0.25 * n
+            expected.append(total / count)
+            server = method.aggregate(server, replies_of(server, loss, n, tmp_path))
+        seen = server.knowledge["search"]["losses"]
+        assert seen == pytest.approx(expected if chosen == 1 else losses, rel=1e-6)
+
+
+def test_a_lucky_round_of_few_clients_starts_no_anchor(
+    method_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """Losses that fall with 0.4 of luck either way: with all clients' patience the anchor would begin in the fifth."""
+    luck = (0.4, -0.4, 0.4, 0.4, -0.2, 0.4, -0.4, 0.0, 0.4, -0.4)
+    losses = [2.3 - 0.1 * r + of for r, of in enumerate(luck)]
+    began = {}
+    for chosen in (1, 4):
+        overrides = ("federation.rounds=10", f"federation.clients_per_round={chosen}")
+        method = method_of(Special, *overrides, splits=splits_of(val=5), **AUTO)
+        server = method.start_task(method.start_task(method.setup(), 0), 1)
+        shares = []
+        for loss in losses:
+            server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))
+            shares.append(server.knowledge["search"]["within"])
+        began[chosen] = next((round for round, within in enumerate(shares) if within is not None), None)
+    assert began == {1: None, 4: 2}
