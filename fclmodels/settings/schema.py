@@ -158,12 +158,19 @@ class MonitorSettings(Settings):
         description="an oracle that reads old tasks' train data: cosines between the gradients of clients and between "
         "those of each client's tasks, how many are negative, gradient divergence (STAMP Figures 5, 6, 21 to 24)",
     )
+    transfer: bool = Field(
+        False,
+        description="an oracle that reads old tasks' train data: alignment of clients' gradients with earlier tasks', "
+        "these tasks' loss and a bound of it, the gradient over all tasks (SPECIAL Theorems 4.7 and 4.10)",
+    )
     every: PositiveInt = Field(5, description="rounds between two looks of a monitor within a task")
 
     @property
     def round_monitors(self) -> tuple[str, ...]:
         """Names of the monitors that are on and look at rounds."""
-        return tuple(name for name in ("gradients", "accuracy", "drift", "conflicts") if getattr(self, name))
+        return tuple(
+            name for name in ("gradients", "accuracy", "drift", "conflicts", "transfer") if getattr(self, name)
+        )
 
 
 class ExperimentSettings(Settings):

@@ -9,6 +9,7 @@ from fclmodels.federation.monitors.conflicts import Conflicts
 from fclmodels.federation.monitors.gradients import Oracle
 from fclmodels.federation.monitors.progress import Accuracy, Drift
 from fclmodels.federation.monitors.rows import Monitor, make_table
+from fclmodels.federation.monitors.transfer import Transfer
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Watch:
             self.monitors.append(Drift(method, task, log, start))
         if on.conflicts:
             self.monitors.append(Conflicts(method, task, log))
+        if on.transfer:
+            self.monitors.append(Transfer(method, task, log, start))
 
     def look(self, before: Server, after: Server, round: int) -> None:
         for monitor in self.monitors:

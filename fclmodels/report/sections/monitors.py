@@ -26,6 +26,7 @@ def build_monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         "runs": watched,
         "gradients": [chart for name in ("rho", "beta") if (chart := _draw_monitor(groups, name)).curves],
         "conflicts": [chart for name in CONFLICTS if (chart := _draw_monitor(groups, name)).curves],
+        "transfer": [chart for name in TRANSFER if (chart := _draw_monitor(groups, name)).curves],
         "boundaries": draw_boundaries(groups),
         "drift": draw_drift(groups),
         "bounds": [
@@ -43,11 +44,21 @@ CONFLICTS = {
     "cosine_tasks": "Between a client’s tasks, mean",
     "negative_tasks": "Between a client’s tasks, in conflict",
 }
-TITLES = CONFLICTS | {
-    "used_share": "Mean over layers",
-    "rho": "ρ, the task being learned",
-    "beta": "β, mean over earlier tasks",
+TRANSFER = {
+    "epsilon": "Alignment ε, the smallest of a client",
+    "old_loss": "Earlier tasks’ loss",
+    "old_loss_bound": "Its bound",
+    "gradient_norm": "Gradient over all tasks",
 }
+TITLES = (
+    CONFLICTS
+    | TRANSFER
+    | {
+        "used_share": "Mean over layers",
+        "rho": "ρ, the task being learned",
+        "beta": "β, mean over earlier tasks",
+    }
+)
 LABELS = {
     "used_share": "r / d, %",
     "rho": "energy left, %",
@@ -57,7 +68,14 @@ LABELS = {
     "divergence": "lengths of the mean",
     "cosine_tasks": "cosine, %",
     "negative_tasks": "pairs, %",
+    "epsilon": "cosine, %",
+    "old_loss": "loss",
+    "old_loss_bound": "loss",
+    "gradient_norm": "length",
 }
+
+
+UNSCALED = ("divergence", "old_loss", "old_loss_bound", "gradient_norm")  # the others are shown in percent
 
 
 def draw_used_shares(groups: Sequence[Group]) -> list[LineChart]:
@@ -81,18 +99,18 @@ def _draw(
 
 
 def _choose_ticks(monitor: str, lines: Sequence[Series]) -> Sequence[float]:
-    """Return 0 to 100 for shares; cosines may be below 0 and divergences above 1, as far as they were measured."""
+    """Return 0 to 100 for shares; cosines may be below 0, lengths and losses above 1, as far as they were measured."""
     points = [(m, s) for line in lines for m, s in zip(line.mean, line.std, strict=True) if m is not None]
-    if monitor in ("cosine_clients", "cosine_tasks"):
+    if monitor in ("cosine_clients", "cosine_tasks", "epsilon"):
         return choose_ticks_around([(0.0, None), *points])
-    if monitor == "divergence":
+    if monitor in UNSCALED:
         return choose_ticks_from_zero(max((mean + (std or 0) for mean, std in points), default=0))
     return PERCENT
 
 
 def _average(index: int, group: Group, rows: dict[Path, pl.DataFrame], monitor: str, layer: str | None) -> Series:
     """Return values by task, shares and cosines in percent; of a run, the mean over rounds and earlier tasks."""
-    scale = 1 if monitor == "divergence" else 100
+    scale = 1 if monitor in UNSCALED else 100
     of_runs = [
         run.filter(pl.col("layer").eq_missing(pl.lit(layer))).group_by("task").agg(pl.col("value").sort().mean())
         for run in rows.values()
