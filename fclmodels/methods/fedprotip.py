@@ -2,8 +2,9 @@
 
 FedAvg with three parts. Training is local projected descent (local_projection.py). After a task each client sends core
 bases of the protected layers' inputs (protected_subspace.py) for its images on the global model (eq. 6 to 8), and the
-server appends their union to its own bases (eq. 9). The features have bases of their own, by which tasks are predicted
-(task_identity.py).
+server appends them to its own bases: their union (eq. 9), which many clients fill with what each alone has, or by
+default the leading directions of their weighted sum, sum_k U_k diag(sigma_k^2) U_k^T, up to one threshold on the energy
+of all clients' inputs. The features have bases of their own, by which tasks are predicted (task_identity.py).
 """
 
 from collections.abc import Iterator
@@ -28,15 +29,41 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.adaptive_threshold import (
+    FIXED,
+    AdaptiveSettings,
+    compute_known_share,
+    count_right,
+    outline_counts,
+)
 from fclmodels.methods.parts.local_projection import LocalProjection, ProjectionSettings
-from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, SubspaceSettings
-from fclmodels.methods.parts.task_identity import TaskIdentity, TipSettings, give_own_heads
+from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, measure_energy
+from fclmodels.methods.parts.task_identity import TaskIdentity, TipSettings, copy_earlier_rows, give_own_heads
 from fclmodels.numerics.sketch import gaussian_sketch
-from fclmodels.numerics.subspace import limit_columns, rank_by_energy, rank_by_mass, union
+from fclmodels.numerics.subspace import (
+    find_smallest_rank,
+    limit_columns,
+    principal,
+    rank_by_energy,
+    rank_by_mass,
+    union,
+)
 from fclmodels.numerics.task_relevance import Router
 
 # TIP's basis among those of the layers, and the layer whose input it is of.
 FEATURES, LAST = "features", "heads.0"
+PROFILES = {
+    "paper": {**FIXED, "rank_rule": "residual-mass", "union": "union", "tip_rank": None, "head_start": "drawn"},
+    "release": {
+        **FIXED,
+        "threshold": 0.775,
+        "rank_rule": "total-energy",
+        "union": "sequential",
+        "samples": 1280,
+        "batch_norm": "average",
+        "head_start": "drawn",
+    },
+}
 
 
 class FedProTIP(FedAvg):
@@ -45,15 +72,19 @@ class FedProTIP(FedAvg):
     name = "fedprotip"
     paper = "FedProTIP: Task-Agnostic Federated Continual Learning via Replay-Free Gradient Projection"
 
-    class Settings(TipSettings, ProjectionSettings, SubspaceSettings, FedAvg.Settings):
+    class Settings(TipSettings, ProjectionSettings, AdaptiveSettings, FedAvg.Settings):
+        profiles = PROFILES
         threshold: float = Field(0.7, gt=0, le=1, description="share that the core bases of the first task keep")
         patches: PositiveInt = Field(512, description="m_s, random columns of each layer's input that a client takes")
-        rank_rule: Literal["residual-mass", "total-energy"] = Field(
-            "residual-mass",
-            description="of layers: share of the residual's singular values (eq. 8); total-energy: of all (release)",
+        rank_rule: Literal["total-energy", "residual-mass"] = Field(
+            "total-energy",
+            description="of layers: share of the input's energy, with what is covered already (release; Table 9's "
+            "bytes); residual-mass: share of the residual's singular values (eq. 8 as printed)",
         )
-        union: Literal["union", "sequential"] = Field(
-            "union", description="all clients' bases; sequential: each client adds to the earlier ones' (release)"
+        union: Literal["weighted-sum", "union", "sequential"] = Field(
+            "weighted-sum",
+            description="leading directions of the clients' weighted sum, by one threshold (ours); union: all clients' "
+            "bases (eq. 9); sequential: each client adds to the earlier ones' (release)",
         )
         exchange: Literal["bases", "sketch"] = Field(
             "bases", description="a client's bases, or a Gaussian sketch of them that is only summed (eq. 40)"
@@ -71,6 +102,8 @@ class FedProTIP(FedAvg):
                 raise ValueError("sketch_width needs exchange: sketch.")
             if (self.union, self.exchange) == ("sequential", "sketch"):
                 raise ValueError("union: sequential asks clients one by one, and sketches are only summed.")
+            if self.union != "weighted-sum" and self.threshold_by == "knowledge":
+                raise ValueError(f"union: {self.union} needs threshold_by: fixed, for each client finds a rank alone.")
             return self
 
     settings: Settings
@@ -81,6 +114,8 @@ class FedProTIP(FedAvg):
         self.subspace = ProtectedSubspace(settings, run, self.name)
         self.projection = LocalProjection(settings, run, self.subspace)
         self.identity = TaskIdentity(settings, run, self.name) if settings.tip else None
+        self.sums_bases = settings.union == "weighted-sum"
+        self.adapts = settings.threshold_by == "knowledge"
         self.core_bases = self.declare(
             Exchange("bases", self.bases_payload, self.answer_core_bases, self.core_bases_form)
         )
@@ -111,7 +146,10 @@ class FedProTIP(FedAvg):
         return replace(server, knowledge=knowledge)
 
     def start_task(self, server: Server, task: int) -> Server:
-        return self.subspace.start_task(super().start_task(server, task))
+        server = super().start_task(server, task)
+        if self.settings.head_start == "earlier":
+            server = replace(server, weights=copy_earlier_rows(server.spec, server.weights))
+        return self.subspace.start_task(server)
 
     def payload(self, server: Server) -> Payload:
         local = self.settings.projection == "local"
@@ -147,27 +185,58 @@ class FedProTIP(FedAvg):
         if self.identity:
             bases[FEATURES] = self.identity.join_feature_bases(server)
         features: list[Tensor] = []
-        columns: dict[str, Tensor] = {}
-        squares: dict[str, Tensor] = {}
+        threshold = self.subspace.threshold(server.task)
+        sums: dict[str, dict[str, Tensor]] = {}
         turns = self._list_turns(cohort.clients)
         for clients in turns:
             replies = cohort.ask(self.core_bases, server, bases, clients=clients)
-            if not replies.clients and (columns or clients != turns[-1]):
+            if not replies.clients and (sums or clients != turns[-1]):
                 continue  # this client's reply was refused; others are used
-            for directions in self._yield_directions(replies):
-                features += [directions.pop(FEATURES)] if self.identity else []
-                bases = union(bases, directions)
-            columns, squares = (
-                add_by_name(columns, replies.sum("columns")),
-                add_by_name(squares, replies.sum("spectra")),
-            )
+            parts = [part for part in ("columns", "spectra", "energy", "right") if part in replies.parts]
+            sums = {part: add_by_name(sums.get(part, {}), replies.sum(part)) for part in parts}
+            received = list(self._yield_directions(replies))
+            if self.identity:
+                features += [directions.pop(FEATURES) for directions in received]
+            if self.sums_bases:
+                if self.adapts:
+                    threshold *= compute_known_share(sums["right"], len(server.spec.tasks[server.task]))
+                received = [self.join(received, sums["energy"], threshold)]
+            for directions in received:
+                bases = self.add_within_budget(server, bases, directions)
         facts = {
-            "columns": {name: counts.tolist() for name, counts in columns.items()},
-            "spectra": {name: of_layer.sqrt() for name, of_layer in squares.items()},
+            "columns": {name: counts.tolist() for name, counts in sums["columns"].items()},
+            "spectra": {name: squares.sqrt() for name, squares in sums["spectra"].items()},
         }
         layers = {name: bases[name] for name in server.knowledge["bases"]}
-        server = self.subspace.replace_bases(server, layers, **facts)
+        server = self.subspace.replace_bases(server, layers, threshold, **facts)
         return self.identity.learn_task(server, cohort, features) if self.identity else server
+
+    def join(self, received: list[Bases], energies: dict[str, Tensor], threshold: float) -> Bases:
+        """Return of each layer the leading directions [d, r] of the sum over clients of U diag(sigma^2) U^T.
+
+        received: U diag(sigma) of each client, or one sketch of them all. By energy they cover the threshold's share of
+        all clients' inputs together with what the basis covers already; by mass (eq. 8) that share of the sum.
+        """
+        joined = {}
+        for name, energy in energies.items():
+            U, sigma = principal(torch.cat([directions[name] for directions in received], dim=1))
+            if self.settings.exchange == "sketch":
+                sigma = sigma / self.limit_sketch_width(len(U)) ** 0.5
+            if self.settings.rank_rule == "residual-mass":
+                rank = rank_by_mass(sigma, threshold)
+            else:
+                covered = float(energy[0] - energy[1])
+                rank = find_smallest_rank(sigma.double().square().cumsum(0), threshold * float(energy[0]) - covered)
+            joined[name] = U[:, :rank]
+        return joined
+
+    def add_within_budget(self, server: Server, bases: Bases, directions: Bases) -> Bases:
+        """Return the bases with these directions, and with no more of a task's than its budget."""
+        grown = union(bases, directions)
+        for name, basis in server.knowledge["bases"].items():
+            most = self.subspace.limit_rank(grown[name].shape[1] - basis.shape[1], basis)
+            grown[name] = grown[name][:, : basis.shape[1] + most].contiguous()
+        return grown
 
     def _list_turns(self, clients: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the clients that are asked at once: all, or in the release's variant one by one, on growing bases."""
@@ -178,7 +247,7 @@ class FedProTIP(FedAvg):
         if self.settings.exchange == "sketch":
             yield dict(replies.sum("directions"))
         else:
-            features = dict(replies.each("features")) if self.identity else {}
+            features = dict(replies.each("features")) if "features" in replies.parts else {}
             for client, directions in replies.each("directions"):
                 yield {**directions, **features.get(client, {})}
 
@@ -193,21 +262,28 @@ class FedProTIP(FedAvg):
         layers = {name: layer.width for name, layer in self.subspace.layers(network).items()}
         features = {FEATURES: network.backbone.features} if self.identity else {}
         widths = layers | features
-        spectra = {
+        numbers = {
             "spectra": make_outline("statistics", {name: (d,) for name, d in widths.items()}, dtype),
             "columns": make_outline("count", dict.fromkeys(widths, (2,)), torch.int64),
         }
+        if self.sums_bases:
+            numbers["energy"] = make_outline("energy", dict.fromkeys(layers, (4,)), torch.float64)
+        if self.adapts:
+            numbers["right"] = outline_counts()
         if self.settings.exchange == "sketch":
             sketch = make_outline(
                 "sketch", {name: (d, self.limit_sketch_width(d)) for name, d in widths.items()}, dtype
             )
-            return {"directions": sketch, **spectra}
+            return {"directions": sketch, **numbers}
         # How many columns a client's directions have is its own.
-        directions = make_outline("basis", {name: (d, 0) for name, d in layers.items()}, dtype, "each")
+        no_columns = {name: (d, 0) for name, d in widths.items()}
+        if self.sums_bases:
+            return {"directions": make_outline("directions", no_columns, dtype, "each"), **numbers}
+        of_features = {name: no_columns.pop(name) for name in features}
+        bases = make_outline("basis", no_columns, dtype, "each")
         if not self.identity:
-            return {"directions": directions, **spectra}
-        of_features = make_outline("directions", {name: (d, 0) for name, d in features.items()}, dtype, "each")
-        return {"directions": directions, **spectra, "features": of_features}
+            return {"directions": bases, **numbers}
+        return {"directions": bases, **numbers, "features": make_outline("directions", of_features, dtype, "each")}
 
     def answer_core_bases(self, client: Client, payload: Payload) -> Answer:
         """Return core bases of the client's layer inputs outside of the bases that it was sent."""
@@ -218,28 +294,35 @@ class FedProTIP(FedAvg):
         observed = {name: layers[name] for name in layer_of.values()}
         inputs = self.subspace.observe(client, network, observed, self.settings.patches)
         memory = self.identity.remember(client, inputs[LAST]) if self.identity else client.memory
-        return Answer(self.extract(client, {name: inputs[layer_of[name]] for name in bases}, bases), memory)
+        tensors = self.extract(client, {name: inputs[layer_of[name]] for name in bases}, bases)
+        if self.adapts:
+            tensors["right"] = count_right(self.run, client, network)
+        return Answer(tensors, memory)
 
     def extract(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, dict[str, Tensor]]:
         """Return of each input the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G.
 
-        For the features U diag(sigma), which has the energies too. sigma is scaled from the columns used to all, so
-        that clients with more data count more (eq. 40 for the sketch). Further parts: the squared singular values,
-        padded to d, and the numbers of columns used and of all columns.
+        For the features, and for a weighted sum, U diag(sigma), which has the energies too. sigma is scaled from the
+        columns used to all, so that clients with more data count more (eq. 40 for the sketch). Further parts: squared
+        singular values, padded to d, the numbers of columns used and of all, and of a weighted sum the energies.
         """
         sketch, random = self.settings.exchange == "sketch", client.generator("sketch")
-        directions, squares, columns = {}, {}, {}
+        directions, squares, columns, energies = {}, {}, {}, {}
         for name, X in inputs.items():
             U, sigma = X.decompose_principal(bases[name])
             U = U[:, : self._rank(name, X, bases[name], sigma, client.task)]
             scaled = U * sigma[: U.shape[1]] * (X.total / X.count) ** 0.5
             # Vectors of small singular values, from a Gram matrix, are orthogonal to some 1e-3 only.
-            leading = scaled if name == FEATURES else torch.linalg.qr(U).Q
+            leading = scaled if name == FEATURES or self.sums_bases else torch.linalg.qr(U).Q
             width = self.limit_sketch_width(X.width)
             directions[name] = gaussian_sketch(scaled, width, random) if sketch else leading.contiguous()
             squares[name] = pad(sigma.square(), (0, X.width - len(sigma)))
             columns[name] = torch.tensor([X.count, X.total])
+            if self.sums_bases and name != FEATURES:
+                energies[name] = measure_energy(X, bases[name], len(client.rows))
         tensors = {"directions": directions, "spectra": squares, "columns": columns}
+        if self.sums_bases:
+            return {**tensors, "energy": energies}
         if FEATURES in directions and not sketch:
             tensors["features"] = {FEATURES: directions.pop(FEATURES)}
         return tensors

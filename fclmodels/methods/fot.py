@@ -28,11 +28,36 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, SubspaceSettings
+from fclmodels.methods.parts.adaptive_threshold import (
+    FIXED,
+    AdaptiveSettings,
+    compute_known_share,
+    count_right,
+    outline_counts,
+)
+from fclmodels.methods.parts.protected_subspace import Bases, ProtectedSubspace, measure_energy
 from fclmodels.numerics.gaussian_mechanism import clip_norm, remove_noise
-from fclmodels.numerics.subspace import limit_columns, principal, rank_as_released, rank_by_energy
+from fclmodels.numerics.subspace import (
+    limit_columns,
+    principal,
+    rank_as_printed,
+    rank_as_released,
+    rank_by_energy,
+)
 
-RANK_RULES = {"total-energy": rank_by_energy, "release": rank_as_released}
+RANK_RULES = {"total-energy": rank_by_energy, "paper": rank_as_printed, "release": rank_as_released}
+ALL_COLUMNS = {"samples": None, "patches": None}
+PROFILES = {
+    "paper": {**FIXED, **ALL_COLUMNS, "rank_rule": "paper", "sketch_conv": 5.0, "sketch_linear": 5.0},
+    "release": {
+        **FIXED,
+        **ALL_COLUMNS,
+        "rank_rule": "release",
+        "gpse": "local",
+        "sketch_conv": 1.0,  # of AlexNet; of its ResNets 5
+        "sketch_linear": 5.0,  # but for permuted MNIST, 1
+    },
+}
 Tensors = dict[str, Tensor]
 
 
@@ -42,9 +67,12 @@ class Fot(FedAvg):
     name = "fot"
     paper = "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in Continual Federated Learning"
 
-    class Settings(SubspaceSettings, FedAvg.Settings):
-        rank_rule: Literal["total-energy", "release"] = Field(
-            "total-energy", description="energy with the share already covered; release: the released code's norm ratio"
+    class Settings(AdaptiveSettings, FedAvg.Settings):
+        profiles = PROFILES
+        rank_rule: Literal["total-energy", "paper", "release"] = Field(
+            "total-energy",
+            description="energy with what is covered already (GPM's); paper: eq. 12, norms in place of energies, with "
+            "1 - its second term (as printed it keeps nothing); release: energy against a ratio of norms, at least one",
         )
         sketch_conv: PositiveFloat = Field(2.0, description="width of a convolution's sketch, in times its d")
         sketch_linear: PositiveFloat = Field(2.0, description="width of a linear layer's sketch, in times its d")
@@ -67,6 +95,8 @@ class Fot(FedAvg):
             )
         self.subspace = ProtectedSubspace(settings, run, self.name)
         self.is_private = run.params.federation.privacy.on
+        # Under noise nothing is counted: it would be one more release for each client.
+        self.adapts = settings.threshold_by == "knowledge" and not self.is_private
         self.gpse = Exchange("gpse", self.gpse_payload, self.answer_gpse, self.sketch_form)
         if settings.gpse == "global":
             self.declare(self.gpse)
@@ -101,17 +131,20 @@ class Fot(FedAvg):
         if self.settings.gpse == "global":
             server = store_sums(server, cohort.ask(self.gpse, server))
         sums = server.knowledge["told"]
+        threshold = self.subspace.threshold(server.task)
+        if self.adapts:
+            threshold *= compute_known_share(sums["right"], len(server.spec.tasks[server.task]))
         directions, spectra = {}, {}
         for name, sketch in sums["sketch"].items():
             U, sigma = principal(sketch)
             sigma, share = self.denoise(name, sigma, sums) if self.is_private else self.measure(name, sigma, sums)
             spectra[name] = sigma
-            rank = RANK_RULES[self.settings.rank_rule](sigma, share, self.subspace.threshold(server.task))
-            directions[name] = U[:, :rank]
+            rank = RANK_RULES[self.settings.rank_rule](sigma, share, threshold)
+            directions[name] = U[:, : self.subspace.limit_rank(rank, server.knowledge["bases"][name])]
         columns = {name: counts.tolist() for name, counts in sums.get("columns", {}).items()}
         knowledge = {name: value for name, value in server.knowledge.items() if name != "told"}
         server = replace(server, knowledge=knowledge)
-        return self.subspace.extend(server, directions, spectra=spectra, columns=columns)
+        return self.subspace.extend(server, directions, threshold, spectra=spectra, columns=columns)
 
     def gpse_payload(self, server: Server) -> Payload:
         return {"weights": Part("weights", server.weights), **bases_payload(server)}
@@ -126,10 +159,12 @@ class Fot(FedAvg):
                 "sketch": make_outline("sketch", shapes, bound=self.settings.sketch_clip * root),
                 "share": make_outline("count", dict.fromkeys(layers, ()), torch.float64, bound=root),
             }
+        counts = {"right": outline_counts()} if self.adapts else {}
         return {
             "sketch": make_outline("sketch", shapes),
             "energy": make_outline("energy", dict.fromkeys(layers, (4,)), torch.float64),
             "columns": make_outline("count", dict.fromkeys(layers, (2,)), torch.int64),
+            **counts,
         }
 
     def answer_gpse(self, client: Client, payload: Payload) -> Answer:
@@ -141,18 +176,17 @@ class Fot(FedAvg):
     def draw_sketches(self, client: Client, network: Network, bases: Bases) -> dict[str, Tensors]:
         """Return of each layer the sketch [d, s] of X* (eq. 9), its energies, and the numbers of columns used and all.
 
-        energy: ||X||^2, ||X*||^2, n ||X*|| / ||X|| and n, the number of samples.
+        Also how many labels the model knows, where the threshold depends on that.
         """
-        random, samples = client.generator("sketch"), len(client.rows)
+        random = client.generator("sketch")
         layers = self.subspace.layers(network)
         sketches, energies, columns = {}, {}, {}
         for name, X in self.subspace.observe(client, network, layers).items():
-            energy, outside = X.measure_energy(), X.measure_energy(bases[name])
-            ratio = (outside / energy) ** 0.5 if energy else 0.0
             sketches[name] = X.draw_sketch(bases[name], self.limit_sketch_width(layers[name]), random)
-            energies[name] = torch.tensor([energy, outside, samples * ratio, samples], dtype=torch.float64)
+            energies[name] = measure_energy(X, bases[name], len(client.rows))
             columns[name] = torch.tensor([X.count, X.total])
-        return {"sketch": sketches, "energy": energies, "columns": columns}
+        counts = {"right": count_right(self.run, client, network)} if self.adapts else {}
+        return {"sketch": sketches, "energy": energies, "columns": columns, **counts}
 
     def limit_sketch_width(self, layer: Layer) -> int:
         """Return s, the sampling dimension; of a wide layer no more than it has room for."""
@@ -163,12 +197,12 @@ class Fot(FedAvg):
     def measure(self, name: str, sigma: Tensor, sums: dict[str, Any]) -> tuple[Tensor, float]:
         """Return a sketch's singular values, 0 where they are rounding, and the share of the input outside its basis.
 
-        The share is that of the energy, or in the release the clients' mean of that of the norm.
+        The share is that of the energy, or by the paper and its release the clients' mean of that of the norm.
         """
         energy = sums["energy"][name]
         least = ROUNDING_OF_GRAM * (sums["sketch"][name].shape[1] * energy[0]).sqrt()
-        release = self.settings.rank_rule == "release"
-        return sigma.where(sigma > least, 0.0), float(energy[2] / energy[3] if release else share_outside(energy))
+        norms = self.settings.rank_rule != "total-energy"
+        return sigma.where(sigma > least, 0.0), float(energy[2] / energy[3] if norms else share_outside(energy))
 
     # Appendix H.
 
@@ -220,7 +254,7 @@ def bases_payload(server: Server) -> Payload:
 
 def store_sums(server: Server, replies: Replies) -> Server:
     """Return the server with the sums of clients' sketches, and under noise the sketches' standard deviation of it."""
-    parts = ("sketch", "energy", "columns", "share")
+    parts = ("sketch", "energy", "columns", "right", "share")
     sums: dict[str, Any] = {part: replies.sum(part) for part in parts if part in replies.parts}
     if noise := replies.noise("sketch"):
         sums |= {"noise": noise, "clients": len(replies.clients)}

@@ -32,6 +32,9 @@ class Gpm(FedAvg):
     class Settings(ProjectionSettings, SubspaceSettings, FedAvg.Settings):
         threshold: float = Field(0.97, gt=0, le=1, description="share of a layer's input energy that its basis keeps")
         threshold_step: float = Field(0.003, ge=0, le=1, description="the threshold rises by this with each task")
+        budget: float = Field(
+            1.0, gt=0, le=1, description="largest share of a layer's free directions that one task may fill"
+        )
         samples: PositiveInt | None = Field(125, description="images a client looks at to find a basis; null: all")
         patches: PositiveInt | None = Field(
             None, description="random columns of each layer's input that a client takes; null: all"
@@ -85,5 +88,6 @@ class Gpm(FedAvg):
             U, sigma = X.decompose_principal(basis)
             energy = X.measure_energy()
             q = X.measure_energy(basis) / energy if energy else 0.0
-            bases[name] = extend(basis, U[:, : rank_by_energy(sigma, q, self.subspace.threshold(client.task))])
+            rank = rank_by_energy(sigma, q, self.subspace.threshold(client.task))
+            bases[name] = extend(basis, U[:, : self.subspace.limit_rank(rank, basis)])
         return Answer({}, {**client.memory, "bases": bases})

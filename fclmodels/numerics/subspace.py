@@ -127,7 +127,7 @@ def _principal(X: Tensor) -> tuple[Tensor, Tensor]:
 
 def rank_by_mass(sigma: Tensor, share: float) -> int:
     """Return the smallest rank that keeps this share of the residual's singular-value mass (FedProTIP eq. 8)."""
-    return _find_smallest_rank(sigma.double().cumsum(0), share * float(sigma.double().sum()))
+    return find_smallest_rank(sigma.double().cumsum(0), share * float(sigma.double().sum()))
 
 
 def rank_by_energy(sigma: Tensor, q: float, threshold: float) -> int:
@@ -136,7 +136,7 @@ def rank_by_energy(sigma: Tensor, q: float, threshold: float) -> int:
     sigma: singular values of the residual X*; q = ||X*||^2 / ||X||^2, so 1 - q is covered already.
     """
     energy = sigma.double().square()
-    return _find_smallest_rank(energy.cumsum(0), (threshold - (1 - q)) / q * float(energy.sum()) if q > 0 else 0.0)
+    return find_smallest_rank(energy.cumsum(0), (threshold - (1 - q)) / q * float(energy.sum()) if q > 0 else 0.0)
 
 
 def rank_as_released(sigma: Tensor, ratio: float, threshold: float) -> int:
@@ -152,14 +152,25 @@ def rank_as_released(sigma: Tensor, ratio: float, threshold: float) -> int:
     return min(int((energy.cumsum(0) <= target).sum()) + 1, len(sigma))
 
 
+def rank_as_printed(sigma: Tensor, ratio: float, threshold: float) -> int:
+    """Return the smallest r >= 0 with sqrt(sum_{i<=r} sigma_i^2 / sum sigma^2) + (1 - ratio) > threshold (FOT eq. 12).
+
+    ratio = ||X*|| / ||X||. Norms are added as printed, though squares add up. As printed the second term is the ratio
+    itself, which its text calls the part already covered: in a first task it is 1, and no vector would ever be added.
+    """
+    energy = sigma.double().square()
+    least = max(threshold - (1 - ratio), 0.0) ** 2 * float(energy.sum())
+    return find_smallest_rank(energy.cumsum(0), least)
+
+
 def used_share(basis: Tensor) -> float:
     """Return the share r / d of a layer's space that a basis uses (FOT Table 3)."""
     return basis.shape[1] / basis.shape[0]
 
 
-def _find_smallest_rank(cumulative: Tensor, target: float) -> int:
+def find_smallest_rank(cumulative: Tensor, target: float) -> int:
     """Return the smallest r >= 0 whose first r terms sum to at least `target`, up to rounding."""
-    if target <= 0 or not len(cumulative):
+    if target <= 0 or not len(cumulative) or not cumulative[-1]:
         return 0
     reached = cumulative >= target * (1 - 1e-12)
     return int(reached.int().argmax()) + 1 if reached.any() else len(cumulative)

@@ -51,16 +51,18 @@ def write_splits(
     permuted: bool = False,
     head: str = "growing",
     shape: tuple[int, int, int] = (1, 6, 6),
+    noise: int = 30,
+    seed: int = 0,
 ) -> Splits:
     """Write prepared images and their splits; return these. `train`: samples of each (task, client), or of all.
 
-    Each class is a random pattern with noise over it; a domain (one a task) shifts its brightness.
+    Each class is a random pattern with noise of that amplitude over it; a domain (one a task) shifts its brightness.
     """
     sizes = train if isinstance(train, Mapping) else dict.fromkeys(product(range(tasks), range(clients)), train)
     rows: list[tuple[int, int, int, int, int, str]] = []
     images: list[np.ndarray] = []
-    patterns = np.random.default_rng(0).integers(40, 180, (tasks * classes, *shape))
-    noise = np.random.default_rng(1)
+    patterns = np.random.default_rng(2 * seed).integers(40, 180, (tasks * classes, *shape))
+    random = np.random.default_rng(2 * seed + 1)
     for task, client in product(range(tasks), range(clients)):
         test_owner = -1 if shared_test else client
         for split, count, owner in (
@@ -73,7 +75,7 @@ def write_splits(
                 label = kind if same_classes else task * classes + kind
                 rows.append((len(rows), label, task if same_classes else 0, task, owner, split))
                 pattern = patterns[label] + 20 * task * same_classes
-                images.append((pattern + noise.integers(0, 30, shape)).clip(0, 255))
+                images.append((pattern + random.integers(0, noise, shape)).clip(0, 255))
     prepared_digest = _write_prepared(folder / "prepared", np.array(images, np.uint8))
     manifest = pl.DataFrame(rows, schema=SCHEMA, orient="row").sort("task", "client", "split", "sample")
     facts: dict[str, Any] = {

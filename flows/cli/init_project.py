@@ -48,8 +48,7 @@ methods: # settings of a method: fcl params METHOD
     memory: {memory.value} # {memory.why}
   stamp: {{}}
   fot: {{}}
-  fedprotip:
-    rank_rule: total-energy # the paper's rule, residual-mass, fills a small network's layers within a task or two
+  fedprotip: {{}}
 
 experiment: # for `fcl compare` and `fcl status`
   # {methods.why}

@@ -207,7 +207,8 @@ def test_a_methods_remark_is_printed_once_and_stored_with_the_result(
     fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the task that it is about, and from then on beside the figures, also with --quiet."""
-    full = ["run", "-m", "fedprotip", "--set", "methods.fedprotip.threshold=1.0"]
+    own = ("profile=paper", "threshold=1.0")
+    full = ["run", "-m", "fedprotip", *(part for one in own for part in ("--set", f"methods.fedprotip.{one}"))]
     assert fcl(*full) == 0
     lines = capsys.readouterr().err.splitlines()
     remarks = [

@@ -1,13 +1,15 @@
 """The protected subspace of FOT, FedProTIP and GPM: a basis of each layer's input, which every task makes larger.
 
-knowledge: `bases` {layer: O [d, r]}, columns appended task by task; `ranks` {layer: [r after each task]}; `spectra`
-{layer: singular values of the last extraction}; `columns` {layer: [used, all] columns of the last extraction}.
+knowledge: `bases` {layer: O [d, r]}, columns appended task by task; `ranks` {layer: [r after each task]}; `thresholds`
+[of each task]; `spectra` {layer: singular values of the last extraction}; `columns` {layer: [used, all] columns of it}.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
@@ -32,6 +34,9 @@ FULL = 0.99
 class SubspaceSettings(BaseSettings):
     threshold: float = Field(0.95, gt=0, le=1, description="share of a layer's input that the first task's basis keeps")
     threshold_step: float = Field(0.001, ge=0, le=1, description="the threshold rises by this with each task")
+    budget: float = Field(
+        0.25, gt=0, le=1, description="largest share of a layer's directions still free that one task may fill (ours)"
+    )
     samples: PositiveInt | None = Field(256, description="images a client looks at to find a basis; null: all")
     patches: PositiveInt | None = Field(
         512, description="m_s, random columns of each layer's input that a client takes; null: all"
@@ -67,7 +72,7 @@ class ProtectedSubspace:
             )
         empty = {name: layer.module.weight.new_zeros(layer.width, 0) for name, layer in layers.items()}
         bases = {name: basis.detach().cpu() for name, basis in empty.items()}
-        return {"bases": bases, "ranks": {name: [] for name in bases}}
+        return {"bases": bases, "ranks": {name: [] for name in bases}, "thresholds": []}
 
     def start_task(self, server: Server) -> Server:
         """Return the server with complements, which are narrower than bases of more than d/2 columns."""
@@ -92,18 +97,25 @@ class ProtectedSubspace:
         """Return changes of weights, by name, without what acts on the protected span (FOT eq. 6, FedProTIP eq. 4)."""
         return project_update(changes, self.layers(network), **self.spans(server))
 
-    def extend(self, server: Server, directions: Bases, **facts: Any) -> Server:
+    def extend(self, server: Server, directions: Bases, threshold: float, **facts: Any) -> Server:
         """Return the server whose bases cover these directions {layer: [d, k]} too; facts join its knowledge."""
-        return self.replace_bases(server, union(server.knowledge["bases"], directions), **facts)
+        return self.replace_bases(server, union(server.knowledge["bases"], directions), threshold, **facts)
 
-    def replace_bases(self, server: Server, bases: Bases, **facts: Any) -> Server:
-        """Return the server after a task that ended with these bases."""
+    def replace_bases(self, server: Server, bases: Bases, threshold: float, **facts: Any) -> Server:
+        """Return the server after a task that ended with these bases, found by this threshold."""
         ranks = {name: [*server.knowledge["ranks"][name], basis.shape[1]] for name, basis in bases.items()}
+        thresholds = [*server.knowledge["thresholds"], threshold]
         knowledge = {name: value for name, value in server.knowledge.items() if name != "complements"}
-        return replace(server, knowledge={**knowledge, **facts, "bases": bases, "ranks": ranks})
+        facts |= {"bases": bases, "ranks": ranks, "thresholds": thresholds}
+        return replace(server, knowledge={**knowledge, **facts})
 
     def threshold(self, task: int) -> float:
         return min(1.0, self.settings.threshold + self.settings.threshold_step * task)
+
+    def limit_rank(self, rank: int, basis: Tensor) -> int:
+        """Return how many directions a task may add to a basis [d, r], of so many that it asks for: within budget."""
+        free = basis.shape[0] - basis.shape[1]
+        return min(rank, math.ceil(self.settings.budget * free))
 
     def remarks(self, knowledge: Any) -> list[str]:
         """Return a line that says from which task on most layers are full, and one of wide layers without room."""
@@ -196,6 +208,13 @@ class ProtectedSubspace:
             if block not in network.backbone.blocks:
                 hint = suggest_name(block, network.backbone.blocks)
                 raise UserError(f"methods.{self.method}.protect: {block} is not a block of this backbone. {hint}")
+
+
+def measure_energy(X: LayerInputs, basis: Tensor, samples: int) -> Tensor:
+    """Return ||X||^2, ||X*||^2, n ||X*|| / ||X|| and n of a layer's input over n samples, X* = X - O O^T X."""
+    energy, outside = X.measure_energy(), X.measure_energy(basis)
+    ratio = (outside / energy) ** 0.5 if energy else 0.0
+    return torch.tensor([energy, outside, samples * ratio, samples], dtype=torch.float64)
 
 
 def has_no_new_classes(run: Run) -> bool:

@@ -17,6 +17,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fclmodels.backbones.inputs.layer_inputs import LayerInputs
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
@@ -34,6 +35,9 @@ class TipSettings(BaseSettings):
     tip: bool = Field(
         True,
         description="predict tasks, with a head each under model.head: auto; false: FedProTIP(-t)",
+    )
+    head_start: Literal["earlier", "drawn"] = Field(
+        "earlier", description="of classes that come again, a task's own head begins as an earlier one's (ours)"
     )
     tip_rank: PositiveInt | None = Field(
         10, description="leading directions of the features that stand for a task; null: all that clients find"
@@ -62,6 +66,20 @@ def give_own_heads(run: Run, settings: TipSettings) -> Run:
         return run
     model = run.params.model.model_copy(update={"head": "per-task"})
     return replace(run, params=run.params.model_copy(update={"model": model}))
+
+
+def copy_earlier_rows(spec: ModelSpec, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights whose last head begins, for classes that come again, as the latest earlier head with them."""
+    if spec.head != "per-task":
+        return weights
+    last, weights = len(spec.tasks) - 1, dict(weights)
+    for row, label in enumerate(spec.tasks[last]):
+        earlier = [task for task in range(last) if label in spec.tasks[task]]
+        for part in ("weight", "bias") if earlier else ():
+            head = weights[f"heads.{last}.{part}"].clone()
+            head[row] = weights[f"heads.{earlier[-1]}.{part}"][spec.tasks[earlier[-1]].index(label)]
+            weights[f"heads.{last}.{part}"] = head
+    return weights
 
 
 class TaskIdentity:

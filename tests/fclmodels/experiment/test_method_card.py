@@ -24,9 +24,9 @@ def test_fedavg_sends_an_update_and_a_weight_that_need_only_sums(cards: dict[str
 
 def test_fedprotip_sends_bases_after_a_task_that_the_server_needs_one_by_one(cards: dict[str, dict]) -> None:
     after = {row["part"]: row for row in cards["fedprotip"]["traffic"]["sends after a task"]}
-    assert (after["directions"]["kind"], after["directions"]["least"]) == ("basis", "each")
+    assert (after["directions"]["kind"], after["directions"]["least"]) == ("directions", "each")
     assert "it predicts the task of a sample by itself" in format_card(cards["fedprotip"])
-    assert "single replies of directions, features, references" in " ".join(format_card(cards["fedprotip"]))
+    assert "single replies of directions, references" in " ".join(format_card(cards["fedprotip"]))
 
 
 def test_prompts_travel_and_the_frozen_backbone_does_not(cards: dict[str, dict]) -> None:

@@ -25,6 +25,8 @@ from fclmodels.methods.parts.protected_subspace import Bases
 from fclmodels.storage import trees
 
 MLP = ("model.backbone=mlp", "model.hidden=24")
+PAPER: dict[str, Any] = {"profile": "paper", "tip_rank": 10}
+FIXED: dict[str, Any] = {"threshold_by": "fixed", "budget": 1.0}
 # Each client misses some task but the first and the last; client 3 has a single sample of each of its tasks.
 MISSING = {(0, 0): 8, (0, 1): 5, (1, 0): 6, (1, 2): 9, (2, 1): 7, (2, 2): 8, (0, 3): 1, (2, 3): 1}
 
@@ -88,7 +90,7 @@ def mass_rank(sigma: np.ndarray, share: float) -> int:
 
 def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callable, after_each_task: Callable) -> None:
     """eq. 6 to 8 with NumPy's SVD, in the first task and on top of what is known."""
-    method = method_of(Recording, *MLP, threshold=0.5, threshold_step=0.1, tip_threshold=0.4)
+    method = method_of(Recording, *MLP, **PAPER, threshold=0.5, threshold_step=0.1, tip_threshold=0.4)
     servers = after_each_task(method)
     for task, server in enumerate(servers):
         known = {name: np.zeros((basis.shape[0], 0)) for name, basis in server.knowledge["bases"].items()}
@@ -115,7 +117,7 @@ def test_a_client_sends_the_leading_directions_of_the_residual(method_of: Callab
 
 def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, after_each_task: Callable) -> None:
     """Proposition 1: span [Phi, U_1, ..., U_K], by NumPy's rank and projector."""
-    method = method_of(Recording, *MLP, threshold=0.4)
+    method = method_of(Recording, *MLP, **PAPER, threshold=0.4)
     servers = after_each_task(method)
     for name in servers[0].knowledge["bases"]:
         sent: list[np.ndarray] = []
@@ -133,6 +135,47 @@ def test_the_server_knows_the_union_of_what_clients_sent(method_of: Callable, af
     assert all(torch.equal(servers[1].knowledge["bases"][name][:, : b.shape[1]], b) for name, b in first.items())
 
 
+@pytest.mark.parametrize("exchange", ["bases", "sketch"])
+def test_one_threshold_joins_what_clients_sent(exchange: str, method_of: Callable, after_each_task: Callable) -> None:
+    """The least r whose directions of sum_k U_k diag(sigma_k^2) U_k^T cover the share of all inputs, by NumPy.
+
+    A sketch is so wide here that sampling hardly matters.
+    """
+    wide = {"exchange": "sketch", "sketch_width": 20_000} if exchange == "sketch" else {}
+    method = method_of(Recording, *MLP, threshold=0.8, threshold_step=0.0, **FIXED, **wide)
+    servers, before = after_each_task(method), {}
+    for task, server in enumerate(servers):
+        for name, basis in server.knowledge["bases"].items():
+            X = np.concatenate([inputs_of(method, server, task, k)[name] for k in range(4)], axis=1)
+            old = before.get(name, np.zeros((len(X), 0)))
+            outside = X - old @ (old.T @ X)
+            total, missing = (X**2).sum(), (outside**2).sum()
+            squares = np.zeros((len(X), len(X)))
+            for k in range(4):
+                alone = inputs_of(method, server, task, k)[name]
+                U, sigma, _ = np.linalg.svd(alone - old @ (old.T @ alone), full_matrices=False)
+                energies, own = np.cumsum(sigma**2), (alone**2).sum()
+                need = 0.8 * own - (own - energies[-1])
+                r = int((energies < need * (1 - 1e-5)).sum()) + 1 if need > 0 else 0
+                squares += (U[:, :r] * sigma[:r] ** 2) @ U[:, :r].T
+            covered = total - missing + np.concatenate([[0], np.cumsum(np.linalg.eigvalsh(squares)[::-1])])
+            tolerance = 0.02 * total if exchange == "sketch" else 1e-4 * total
+            added = basis.shape[1] - old.shape[1]
+            assert covered[added] >= 0.8 * total - tolerance
+            assert added == 0 or covered[added - 1] < 0.8 * total + tolerance
+        before = {name: basis.double().numpy() for name, basis in server.knowledge["bases"].items()}
+
+
+def test_ten_clients_do_not_fill_a_layer_with_what_each_has_alone(method_of: Callable) -> None:
+    """All see e0, and each a little of a direction of its own: a union has eleven directions, the sum needs one."""
+    e = torch.eye(11)
+    received = [{"layer": torch.stack([10 * e[0], e[1 + k]], dim=1)} for k in range(10)]
+    energies = {"layer": torch.tensor([1010.0, 1010.0, 80, 80])}
+    joined = method_of(FedProTIP).join(received, energies, 0.95)["layer"]
+    assert_allclose(joined.abs(), e[:, :1], atol=1e-6)
+    assert method_of(FedProTIP).join(received, energies, 1.0)["layer"].shape == (11, 11)
+
+
 class Backwards(FedProTIP):
     """Takes in the clients' bases in the other order."""
 
@@ -141,7 +184,7 @@ class Backwards(FedProTIP):
 
 
 def test_the_union_does_not_depend_on_the_order_of_clients(method_of: Callable, federate: Callable) -> None:
-    one, other = (federate(method_of(kind, *MLP, threshold=0.4)).knowledge for kind in (FedProTIP, Backwards))
+    one, other = (federate(method_of(kind, *MLP, **PAPER, threshold=0.4)).knowledge for kind in (FedProTIP, Backwards))
     for name, basis in one["bases"].items():
         assert basis.shape == other["bases"][name].shape
         assert_allclose(projector(basis), projector(other["bases"][name]), atol=1e-4)
@@ -153,7 +196,7 @@ def test_the_sequential_variant_is_no_larger_and_asks_one_client_at_a_time(
     method_of: Callable, federate: Callable
 ) -> None:
     """Each client needs fewer directions where earlier ones have covered its inputs."""
-    release = {"rank_rule": "total-energy", "threshold": 0.9}
+    release = {"rank_rule": "total-energy", "threshold": 0.9, **FIXED}
     union, one_by_one = (method_of(Recording, *MLP, **release, union=kind) for kind in ("union", "sequential"))
     ranks = [federate(method, 1).knowledge["ranks"] for method in (union, one_by_one)]
     assert all(ranks[1][name][0] <= ranks[0][name][0] for name in ranks[0])
@@ -166,7 +209,7 @@ def test_the_sequential_variant_is_no_larger_and_asks_one_client_at_a_time(
 
 def test_the_sequential_bases_cover_every_client_up_to_the_threshold(method_of: Callable, federate: Callable) -> None:
     """GPM's criterion for the last client, on the final basis."""
-    method = method_of(FedProTIP, *MLP, rank_rule="total-energy", threshold=0.9, union="sequential", tip=False)
+    method = method_of(FedProTIP, *MLP, profile="release", threshold=0.9, tip=False)
     server = federate(method, 1)
     for client in range(4):
         for name, X in inputs_of(method, server, 0, client).items():
@@ -182,7 +225,7 @@ def of_length_one(directions: np.ndarray) -> np.ndarray:
 
 def test_sketches_as_wide_as_the_layer_span_the_union(method_of: Callable, federate: Callable) -> None:
     """eq. 40, and what the server may see of it: sums only."""
-    methods = [method_of(Recording, *MLP, threshold=0.4, exchange=kind) for kind in ("bases", "sketch")]
+    methods = [method_of(Recording, *MLP, **PAPER, threshold=0.4, exchange=kind) for kind in ("bases", "sketch")]
     one, other = (federate(method, 1).knowledge for method in methods)
     for name, basis in one["bases"].items():
         assert basis.shape == other["bases"][name].shape
@@ -213,7 +256,7 @@ def test_a_sketch_has_the_law_of_eq_40(method_of: Callable, client_of: Callable)
 
 def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Callable, client_of: Callable) -> None:
     """Far more directions than matter, down to 1/500 of the longest: what a Gram matrix in float32 blurs."""
-    method, random = method_of(FedProTIP, threshold=1.0), torch.Generator().manual_seed(0)
+    method, random = method_of(FedProTIP, **PAPER, threshold=1.0), torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(d, 90, generator=random)).Q for d in (300, 90))
     X = U * torch.logspace(0, -2.7, 90) @ V.T
     seen, basis = LayerInputs(300, 90, 90, columns=X), torch.zeros(300, 0)
@@ -226,7 +269,7 @@ def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Call
 
 
 def test_a_narrow_sketch_bounds_what_a_task_adds(method_of: Callable, federate: Callable) -> None:
-    ranks = federate(method_of(FedProTIP, *MLP, exchange="sketch", sketch_width=3)).knowledge["ranks"]
+    ranks = federate(method_of(FedProTIP, *MLP, **PAPER, exchange="sketch", sketch_width=3)).knowledge["ranks"]
     assert all(of_layer == [3, 6] for of_layer in ranks.values())
 
 
@@ -247,7 +290,7 @@ def test_what_is_known_already_adds_nothing(rule: str, method_of: Callable, clie
 def test_global_projection_takes_the_span_out_of_the_mean_only(
     method_of: Callable, client_of: Callable, after_each_task: Callable
 ) -> None:
-    method = method_of(FedProTIP, *MLP, threshold=0.4, projection="global")
+    method = method_of(FedProTIP, *MLP, **PAPER, threshold=0.4, projection="global")
     first, second = after_each_task(method)
     during = method.start_task(first, 1)
     assert set(method.payload(during)) == {"weights"}
@@ -259,7 +302,7 @@ def test_global_projection_takes_the_span_out_of_the_mean_only(
 
 
 def test_bases_are_downloaded_with_the_weights(method_of: Callable, federate: Callable) -> None:
-    method = method_of(FedProTIP, *MLP, threshold=0.4)
+    method = method_of(FedProTIP, *MLP, **PAPER, threshold=0.4)
     assert set(method.payload(method.start_task(method.setup(), 0))) == {"weights"}
     server = method.start_task(federate(method, 1), 1)
     payload = method.payload(server)
@@ -366,7 +409,12 @@ def test_core_bases_are_of_sampled_columns(params_of: Callable) -> None:
     ("settings", "refused", "accepted"),
     [
         (("sketch_width=8",), "sketch_width needs exchange: sketch", "exchange=sketch"),
-        (("exchange=sketch", "union=sequential"), "union: sequential asks clients one by one", "exchange=bases"),
+        (
+            ("exchange=sketch", "union=sequential", "threshold_by=fixed"),
+            "union: sequential asks clients one by one",
+            "exchange=bases",
+        ),
+        (("union=union",), "union: union needs threshold_by: fixed", "threshold_by=fixed"),
     ],
 )
 def test_sketches_have_a_width_and_are_only_summed(
@@ -533,3 +581,26 @@ def test_interruption_and_workers_change_no_bit(
     again = experiment_of(*hard, *workers, method="fedprotip", splits=splits, home=tmp_path / "home")
     again.run(tmp_path / "again")
     assert remains(tmp_path / "again") == remains(tmp_path / "plain")
+
+
+def test_a_profile_is_one_word_for_many_settings() -> None:
+    """Those that are given stay."""
+    assert FedProTIP.Settings(profile="paper").rank_rule == "residual-mass"
+    release = FedProTIP.Settings(profile="release", threshold=0.5)
+    assert (release.union, release.rank_rule, release.threshold_by, release.threshold) == (
+        "sequential",
+        "total-energy",
+        "fixed",
+        0.5,
+    )
+
+
+@pytest.mark.parametrize("start", ["earlier", "drawn"])
+def test_a_domains_head_begins_as_the_last_ones(
+    start: str, method_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    method = method_of(FedProTIP, *MLP, splits=splits_of(same_classes=True), head_start=start)
+    begun = method.start_task(federate(method, 1), 1).weights
+    for part in ("weight", "bias"):
+        alike = torch.equal(begun[f"heads.0.{part}"], begun[f"heads.1.{part}"])
+        assert alike == (start == "earlier")

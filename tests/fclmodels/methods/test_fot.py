@@ -23,6 +23,7 @@ from fclmodels.storage import trees
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "federation.local_epochs=2")
 ADAM = ("optimizer.kind=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
 FC1 = "backbone.fc1.weight"
+FIXED: dict[str, Any] = {"threshold_by": "fixed", "budget": 1.0}
 LAYERS = ("backbone.fc1", "backbone.fc2", "backbone.fc3")
 
 
@@ -55,7 +56,7 @@ def test_the_first_task_is_fedavg_to_the_bit(
     optimiser: tuple[str, ...], method_of: Callable, federate: Callable
 ) -> None:
     settings = (*optimiser, "model.dropout=[0.2, 0.5]", "federation.clients_per_round=3", "federation.server_lr=0.7")
-    ours, plain = method_of(Fot, *settings), method_of(FedAvg, *settings)
+    ours, plain = method_of(Fot, *settings, **FIXED), method_of(FedAvg, *settings)
     assert trees.digest(federate(ours, 1).weights) == trees.digest(federate(plain, 1).weights)
     assert trees.digest(federate(ours, 2).weights) != trees.digest(federate(plain, 2).weights)
 
@@ -66,7 +67,7 @@ def test_of_the_mean_update_only_what_is_orthogonal_to_the_span_is_applied(
 ) -> None:
     """Eq. 5 to 7, by SciPy's basis of the complement. Biases and head are plain FedAvg to the bit."""
     settings = (*HARD, f"federation.server_lr={server_lr}")
-    method = method_of(Fot, *settings)
+    method = method_of(Fot, *settings, **FIXED)
     server = method.start_task(federate(method, 1), 1)
     replies = trained(method, server, client_of, tmp_path)
     plain = method_of(FedAvg, *settings).aggregate(server, replies).weights
@@ -99,7 +100,7 @@ def test_over_whole_tasks_what_layers_make_of_the_span_does_not_move(
     federate: Callable,
 ) -> None:
     splits, overrides = splits_of(tasks=3, shape=shape), (*optimiser, f"model.backbone={backbone}")
-    method, plain = (method_of(kind, *overrides, splits=splits) for kind in (Fot, FedAvg))
+    method, plain = method_of(Fot, *overrides, splits=splits, **FIXED), method_of(FedAvg, *overrides, splits=splits)
     first, second, third = (federate(method, tasks) for tasks in (1, 2, 3))
     fedavg = federate(plain, 2)
     layers = method.subspace.layers(method.networks.load(first.spec, first.weights))
@@ -159,7 +160,7 @@ def test_half_of_the_layers_with_the_rest_frozen_or_trained(
     frozen: bool, protect: tuple[str, ...], rest: str, method_of: Callable, federate: Callable
 ) -> None:
     """Table 14."""
-    method = method_of(Fot, *HARD, *([f"model.freeze=[{rest}]"] if frozen else []), protect=protect)
+    method = method_of(Fot, *HARD, *([f"model.freeze=[{rest}]"] if frozen else []), protect=protect, **FIXED)
     first, second = federate(method, 1), federate(method, 2)
     assert set(second.knowledge["bases"]) == {f"backbone.{block}" for block in protect}
     assert torch.equal(first.weights[f"backbone.{rest}.weight"], second.weights[f"backbone.{rest}.weight"]) == frozen
@@ -211,7 +212,7 @@ def test_the_head_is_protected_where_tasks_share_its_rows(
     stream: dict[str, Any], head: str, protected: bool, method_of: Callable, splits_of: Callable, federate: Callable
 ) -> None:
     """Or as it is set. A head of one task's own is not trained in others."""
-    method = method_of(Fot, *HARD, splits=splits_of(**stream), head=head)
+    method = method_of(Fot, *HARD, splits=splits_of(**stream), head=head, **FIXED)
     first, second = federate(method, 1), federate(method, 2)
     assert ("heads.0" in second.knowledge["bases"]) == protected
     basis = first.knowledge["bases"].get("heads.0", torch.eye(12)[:, :3])

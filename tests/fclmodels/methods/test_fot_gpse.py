@@ -26,6 +26,7 @@ from fclmodels.numerics.subspace import principal
 from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "federation.local_epochs=2")
+FIXED: dict[str, Any] = {"threshold_by": "fixed", "budget": 1.0}
 LAYERS = ("backbone.fc1", "backbone.fc2", "backbone.fc3")
 FEW = {(0, 0): 1, (0, 1): 9, (0, 2): 4, (1, 1): 3, (1, 2): 8, (1, 3): 1, (2, 0): 5, (2, 3): 6}  # tasks, clients
 
@@ -55,7 +56,7 @@ def test_the_sum_of_sketches_spans_what_all_clients_inputs_span(
 ) -> None:
     """Of clients with different classes, through the final global model."""
     splits = splits_of(train=3)
-    method = method_of(Fot, splits=splits, threshold=1.0)
+    method = method_of(Fot, splits=splits, threshold=1.0, **FIXED)
     server = federate(method, 1)
     together, alone = (inputs(server.weights, splits, 0, clients) for clients in ((0, 1, 2, 3), (0,)))
     for layer, X in together.items():
@@ -94,7 +95,7 @@ def test_a_basis_covers_the_threshold_and_with_one_vector_fewer_would_not(
     The first layer has fewer columns than it has inputs twice, the others have more: both ways to sketch.
     """
     splits, added = splits_of(train=30), 0
-    method = method_of(Fot, splits=splits, threshold=threshold, threshold_step=0.0, sketch_linear=300.0)
+    method = method_of(Fot, splits=splits, threshold=threshold, threshold_step=0.0, sketch_linear=300.0, **FIXED)
     for task in (0, 1):
         server = federate(method, task + 1)
         for layer, X in inputs(server.weights, splits, task, (0, 1, 2, 3)).items():
@@ -114,7 +115,7 @@ def test_what_is_covered_already_adds_nothing_but_in_the_release(
     """The second task shows the first one's images a little brighter."""
     splits = splits_of(same_classes=True)
     knowledge = federate(
-        method_of(Fot, splits=splits, rank_rule=rule, threshold=0.4, threshold_step=0.0, head="free")
+        method_of(Fot, splits=splits, rank_rule=rule, threshold=0.4, threshold_step=0.0, head="free", **FIXED)
     ).knowledge
     assert [ranks[1] - ranks[0] for ranks in knowledge["ranks"].values()] == [added] * 3
     assert min(ranks[0] for ranks in knowledge["ranks"].values()) > 0
@@ -134,12 +135,12 @@ def test_bases_only_grow_and_stay_orthonormal(method_of: Callable, splits_of: Ca
 
 def test_the_threshold_rises_with_each_task(method_of: Callable, splits_of: Callable, federate: Callable) -> None:
     """As in Table 9, and never above 1."""
-    cifar = method_of(Fot, threshold=0.87, threshold_step=0.001)
+    cifar = method_of(Fot, threshold=0.87, threshold_step=0.001, **FIXED)
     table = [0.87, 0.871, 0.872, 0.873, 0.874, 0.875, 0.876, 0.877, 0.878, 0.879]
     assert [cifar.subspace.threshold(task) for task in range(10)] == pytest.approx(table)
-    steep = method_of(Fot, threshold=0.87, threshold_step=0.1)
+    steep = method_of(Fot, threshold=0.87, threshold_step=0.1, **FIXED)
     assert [steep.subspace.threshold(task) for task in (1, 2, 3)] == pytest.approx([0.97, 1, 1])
-    flat = method_of(Fot, threshold=0.87, threshold_step=0.0)
+    flat = method_of(Fot, threshold=0.87, threshold_step=0.0, **FIXED)
     one, two = (federate(method).knowledge["ranks"]["backbone.fc1"] for method in (flat, steep))
     assert one[0] == two[0]
     assert one[1] < two[1]
@@ -172,7 +173,8 @@ def test_all_clients_of_a_task_are_asked_for_sums_at_its_end(
     """Also those that no round took, and one with a single sample; not those that do not have the task."""
     splits = splits_of(tasks=3, train=FEW)
     ledger, known_after = learned(
-        experiment_of("federation.clients_per_round=2", method="fot", splits=splits), tmp_path / "run"
+        experiment_of("federation.clients_per_round=2", "methods.fot.threshold_by=fixed", method="fot", splits=splits),
+        tmp_path / "run",
     )
     up = ledger.filter(pl.col("part") == "sketch")
     assert set(up.select("task", "client").rows()) == set(FEW)

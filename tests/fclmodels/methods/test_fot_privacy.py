@@ -104,7 +104,7 @@ def test_with_hardly_any_noise_on_sketches_the_subspace_is_that_without(
     method_of: Callable, federate: Callable
 ) -> None:
     """Clients of equal size and a clip above all norms, so that only the noise differs; none is on updates."""
-    plain = federate(method_of(Fot, threshold=0.8), 1)
+    plain = federate(method_of(Fot, threshold=0.8, threshold_by="fixed"), 1)
     alone = (f"{Z}=1e-9", "federation.privacy.covers=knowledge")
     private = federate(method_of(Fot, *alone, threshold=0.8, sketch_clip=1e5), 1)
     assert private.knowledge["ranks"] == plain.knowledge["ranks"]

@@ -166,7 +166,7 @@ def test_a_run_says_which_layers_have_no_room_left(
     kind: type, method_of: Callable, splits_of: Callable, federate: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subspace, "LARGEST", 108 * 10)
-    method = method_of(kind, splits=splits_of(shape=(3, 6, 6)), threshold=0.99)
+    method = method_of(kind, splits=splits_of(shape=(3, 6, 6)), threshold=0.99, threshold_by="fixed", budget=1.0)
     server = federate(method, 2)
     assert server.knowledge["bases"]["backbone.fc1"].shape == (108, 10)
     (line,) = (line for line in method.remarks(server.knowledge) if "memory" in line)

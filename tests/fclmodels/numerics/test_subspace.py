@@ -16,6 +16,7 @@ from fclmodels.numerics.subspace import (
     principal,
     principal_of_gram,
     project,
+    rank_as_printed,
     rank_as_released,
     rank_by_energy,
     rank_by_mass,
@@ -328,3 +329,24 @@ def test_total_energy_of_one_client_is_gpms_published_criterion(seed):
 def test_used_share():
     assert used_share(torch.zeros(8, 0)) == 0
     assert used_share(torch.eye(8)[:, :6]) == 0.75
+
+
+@given(
+    sigma=st.lists(st.floats(0.01, 10), min_size=1, max_size=12).map(lambda s: sorted(s, reverse=True)),
+    ratio=st.floats(0.05, 1),
+    threshold=st.floats(0.1, 0.99),
+)
+def test_the_papers_rank_adds_norms(sigma: list[float], ratio: float, threshold: float) -> None:
+    """Eq. 12 with 1 - ratio for what is covered; with its own second term no first task keeps a vector: 0 + 1."""
+    rank = rank_as_printed(torch.tensor(sigma, dtype=torch.float64), ratio, threshold)
+    norm = np.linalg.norm(sigma)
+
+    def kept(r: int) -> float:
+        return float(np.linalg.norm(sigma[:r]) / norm)
+
+    assert rank == len(sigma) or kept(rank) + 1 - ratio >= threshold - 1e-6
+    assert rank == 0 or kept(rank - 1) + 1 - ratio < threshold + 1e-6
+    assert next(r for r in range(len(sigma) + 1) if kept(r) + 1 > threshold) == 0
+    # Squares add up, norms do not: the threshold covers threshold^2 of a first task's energy.
+    if ratio == 1:
+        assert rank == rank_by_energy(torch.tensor(sigma, dtype=torch.float64), 1.0, threshold**2)

@@ -340,7 +340,10 @@ def test_an_old_task_that_is_wholly_protected_is_seen_not_to_move(
     experiment_of: MakeExperiment, tmp_path: Path
 ) -> None:
     """Its inputs are in the span, biases and its rows of the head are frozen: none of its gradient is let through."""
-    settings = ("methods.fedprotip.threshold=1.0", "methods.fedprotip.patches=100000", "methods.fedprotip.tip=false")
+    settings = (
+        *("methods.fedprotip.threshold=1.0", "methods.fedprotip.patches=100000", "methods.fedprotip.tip=false"),
+        *("methods.fedprotip.threshold_by=fixed", "methods.fedprotip.budget=1"),
+    )
     experiment_of(*ON, *settings, method="fedprotip").run(tmp_path / "run")
     seen = pl.read_parquet(tmp_path / "run" / "monitors.parquet").filter(pl.col("task") == 1)
     of = {name: seen.filter(pl.col("monitor") == name)["value"] for name in ("rho", "beta", "loss_increase")}

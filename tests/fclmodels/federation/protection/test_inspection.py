@@ -512,7 +512,7 @@ LONE = {
     "a narrow sketch": ("fot", "gpse", other("sketch", lambda sketch: sketch[:, :1])),
     "no energy": ("fot", "gpse", without("energy")),
     "no columns": ("fedprotip", "bases", without("columns")),
-    "no features": ("fedprotip", "bases", without("features")),
+    "no directions": ("fedprotip", "bases", without("directions")),
     "short spectra": ("fedprotip", "bases", other("spectra", lambda squares: squares[:1])),
     "no references": ("fedprotip", "references", without("references")),
     "references of another size": ("fedprotip", "references", other("references", lambda omega: omega[:0])),
@@ -537,7 +537,7 @@ def test_where_clients_are_asked_one_by_one_the_others_are_heard(
     experiment_of: Callable, splits_of: Callable, tmp_path: Path
 ) -> None:
     heard = Heard()
-    one_by_one = ("methods.fedprotip.union=sequential", "methods.fedprotip.tip=false")
+    one_by_one = ("methods.fedprotip.profile=release", "methods.fedprotip.tip=false")
     experiment = experiment_of(*one_by_one, method="fedprotip", splits=splits_of(tasks=1), listener=heard)
     experiment._executor = Leaving(experiment.method, "bases", without("columns"))
     assert experiment.run(tmp_path / "run")["refused"] == {"0": 1}
@@ -624,7 +624,7 @@ def test_answers_that_all_withhold_end_in_one_line(
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("fot", "{}"), ("fedprotip", "{}"), ("fedprotip", "{exchange: sketch}"), ("fedprotip", "{union: sequential}")],
+    [("fot", "{}"), ("fedprotip", "{}"), ("fedprotip", "{exchange: sketch}"), ("fedprotip", "{profile: release}")],
 )
 def test_a_tasks_end_without_anyone_left_ends_in_one_line_too(
     name: str, setting: str, experiment_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

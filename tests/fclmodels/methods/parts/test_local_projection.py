@@ -25,7 +25,7 @@ ADAM = ("optimizer.kind=adam", "optimizer.weight_decay=0.05", "optimizer.lr=0.01
 ADAMW = ("optimizer.kind=adamw", "optimizer.weight_decay=0.5", "optimizer.lr=0.01")
 MLP = ("model.backbone=mlp", "model.hidden=24")
 CNN = ("model.backbone=cnn", "model.width=4", "model.features=24")
-PART_OF_IT = {"rank_rule": "total-energy", "threshold": 0.8, "tip": False}
+PART_OF_IT = {"rank_rule": "total-energy", "threshold": 0.8, "tip": False, "threshold_by": "fixed", "budget": 1.0}
 PARTIAL = ("federation.clients_per_round=2", "federation.server_lr=0.6")
 
 
@@ -91,7 +91,7 @@ def test_nothing_moves_on_the_span_of_earlier_tasks(
 
 
 def test_without_projection_the_same_weights_drift(method_of: Callable, after_each_task: Callable) -> None:
-    first, second = after_each_task(method_of(Free, *MLP, *SGD, threshold=0.5))
+    first, second = after_each_task(method_of(Free, *MLP, *SGD, threshold=0.5, threshold_by="fixed"))
     assert min(inside for inside, _ in drifts(first, second).values()) > 1e-3
 
 

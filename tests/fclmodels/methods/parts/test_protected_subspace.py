@@ -1,6 +1,7 @@
 """What the methods with bases have to say of them, and that all of them live with few clients and few samples."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ UNEVEN = {(0, 0): 1, (1, 0): 6, (2, 0): 5, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 
 VARIANTS = {
     "gpm": ("gpm", ()),
     "fot": ("fot", ()),
-    "fot-release": ("fot", ("gpse=local", "rank_rule=release")),
+    "fot-paper": ("fot", ("profile=paper",)),
+    "fot-release": ("fot", ("profile=release",)),
     "fedprotip": ("fedprotip", ()),
-    "fedprotip-release": ("fedprotip", ("union=sequential", "rank_rule=total-energy", "batch_norm=average")),
+    "fedprotip-paper": ("fedprotip", ("profile=paper",)),
+    "fedprotip-release": ("fedprotip", ("profile=release",)),
     "fedprotip-sketch": ("fedprotip", ("exchange=sketch", "sketch_width=5", "tip_reference=mean", "tip_later=zero")),
     "fedprotip-global": ("fedprotip", ("projection=global", "tip_voters=1")),
     "fedprotip-t": ("fedprotip", ("tip=false",)),
@@ -49,9 +52,33 @@ def test_bases_that_fill_most_layers_are_told_of(
 
 
 def test_a_run_that_keeps_every_direction_says_so(method_of: Callable, federate: Callable) -> None:
-    method = method_of(FedProTIP, threshold=1.0, samples=None, patches=100_000)
+    method = method_of(FedProTIP, threshold=1.0, samples=None, patches=100_000, threshold_by="fixed", budget=1.0)
     (line,) = method.remarks(federate(method, 2).knowledge)
     assert "nothing more is learned" in line
+
+
+@pytest.mark.parametrize("kind", [Fot, FedProTIP, Gpm])
+def test_a_task_fills_no_more_than_its_budget_of_what_is_free(
+    kind: type, method_of: Callable, after_each_task: Callable, splits_of: Callable
+) -> None:
+    """Though a threshold of 1 asks for every direction. The default leaves room in the smallest layers."""
+    assert kind is Gpm or kind.Settings().budget == 0.25
+    settings = {} if kind is Gpm else {"threshold_by": "fixed"}
+    splits = splits_of(tasks=3, train=40, shape=(1, 8, 8))
+    method = method_of(
+        kind, "model.backbone=cnn", splits=splits, threshold=1.0, threshold_step=0.0, budget=0.25, **settings
+    )
+    taken: list[tuple[int, int, torch.Tensor]] = []
+    limit = method.subspace.limit_rank
+    method.subspace.limit_rank = lambda rank, basis: taken.append((rank, limit(rank, basis), basis)) or taken[-1][1]
+    servers = after_each_task(method)
+    assert any(asked > given for asked, given, _ in taken)
+    assert all(given <= -(-(basis.shape[0] - basis.shape[1]) // 4) for _, given, basis in taken)
+    for server in servers if kind is not Gpm else ():
+        for name, ranks in server.knowledge["ranks"].items():
+            d = server.knowledge["bases"][name].shape[0]
+            assert all(after - before <= -(-(d - before) // 4) for before, after in pairwise([0, *ranks]))
+            assert ranks[-1] < d
 
 
 def test_bases_that_stay_with_clients_are_not_spoken_of(method_of: Callable, federate: Callable) -> None:
