@@ -2,8 +2,9 @@
 
 From the second task on the server solves argmin_w 1/2 ||w - W~||^2 + lambda/2 ||w - W*||^2 after each round, where W~
 is what FedAvg makes of the round and W* the model that the task before ended with: w = (W~ + lambda W*) / (1 + lambda).
-Under `lambda: auto` clients send the loss on their val rows of the model that they have downloaded, from which
-anchor_radius.py derives lambda.
+Under `lambda: auto`, the default, clients send the loss on their val rows, or on their train rows where the task has no
+val rows, of the model that they have downloaded, from which anchor_radius.py derives lambda: 0 until the task is
+learned, then as much as costs it little.
 
 knowledge: besides the anchor, under `lambda: auto`, `search` (anchor_radius.py), the last round's `share` of the
 anchor, how many `rounds` of the task are over, and `val`, the sums of `loss` and `samples` smoothed over rounds.
@@ -18,17 +19,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fclmodels.backbones.model.spec import ModelSpec
-from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Answer, Form
 from fclmodels.federation.messages import Payload, make_outline
-from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import AnchorSettings, anchor_to, blend_with_anchor, measure_distance
 from fclmodels.methods.parts.anchor_radius import Search, share_within
-from fclmodels.settings.base import Settings as BaseSettings
 
 ENOUGH = 0.98  # of the drift that a constant update has in the end
 
@@ -44,15 +42,16 @@ class Special(FedAvg):
 
     class Settings(AnchorSettings):
         lam: Annotated[float, Field(ge=0, le=1e6)] | Literal["auto"] = Field(
-            0.25,
+            "auto",
             alias="lambda",
-            description="weight of the last task's model after each round; auto: tuned on val rows",
+            description="weight of the last task's model after each round, the paper's; auto, ours: tuned on val rows, "
+            "or on train rows where there are none",
         )
         tolerance: float = Field(
             0.05,
             gt=0,
             lt=1,
-            description="under lambda: auto, share of what the model knows of val labels that the anchor may cost",
+            description="under lambda: auto, share of what the model knows of their labels that the anchor may cost",
         )
 
         @model_validator(mode="after")
@@ -62,15 +61,6 @@ class Special(FedAvg):
             return self
 
     settings: Settings
-
-    def __init__(self, settings: BaseSettings, run: Run) -> None:
-        super().__init__(settings, run)
-        for task in run.splits.tasks[1:]:
-            if self.settings.lam == "auto" and not run.splits.list_clients(task.index, "val"):
-                raise UserError(
-                    f"methods.special.lambda: auto reads val rows, of which {task.name} has none. "
-                    "Set partition.val above 0, or lambda to a number."
-                )
 
     # On the server.
 
@@ -140,17 +130,18 @@ class Special(FedAvg):
 
     @torch.no_grad()
     def measure_val_loss(self, client: Client, payload: Payload) -> dict[str, Tensor]:
-        """Return the loss of the model that a client was sent, summed over its val rows, and their number.
+        """Return the loss of the model that a client was sent, summed over its rows for that, and their number.
 
         Under noise their mean, at most twice what guessing costs, in units of that, and 1 where there are rows.
         """
         weights = self.client_weights(client, payload)
         network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
         total = torch.zeros((), dtype=torch.float64)
-        for batch in self.run.batches.iterate_ordered(client.val, self.run.params.federation.batch_size):
+        rows = client.val if self.run.splits.list_clients(client.task, "val") else client.rows
+        for batch in self.run.batches.iterate_ordered(rows, self.run.params.federation.batch_size):
             loss = self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
             total += loss.cpu() * len(batch.labels)
-        samples = torch.tensor(len(client.val), dtype=torch.float64)
+        samples = torch.tensor(len(rows), dtype=torch.float64)
         if self.run.params.federation.privacy.on:
             most = 2 * self.compute_guessing_loss(network.spec, client.task)
             total, samples = (total / samples.clamp(min=1) / most).clamp(max=1), samples.clamp(max=1)
@@ -163,7 +154,7 @@ class Special(FedAvg):
         if not lam or not tasks:
             return []
         if lam == "auto":
-            return ["lambda auto: no anchor until a tenth of a task's rounds lowers its val loss no more; else FedAvg"]
+            return ["lambda auto: no anchor until a tenth of a task's rounds lowers its loss no more; else FedAvg"]
         new_rows = self.run.spec(len(self.run.splits.tasks)).label_count > self.run.spec(1).label_count
         useful, rounds = count_useful_rounds(lam), [self.run.rounds(task) for task in tasks]
         lines = [

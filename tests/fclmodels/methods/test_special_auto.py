@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from fclmodels.errors import UserError
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.messages import Part, Reply
@@ -283,14 +282,19 @@ def test_stopped_and_resumed_it_is_the_same(experiment_of: Callable, splits_of: 
     assert rounds.height == 8
 
 
-def test_without_val_rows_it_is_refused(method_of: Callable, splits_of: Callable) -> None:
-    with pytest.raises(UserError) as caught:
-        method_of(Special, splits=splits_of(val=0), **AUTO)
-    assert str(caught.value) == (
-        "methods.special.lambda: auto reads val rows, of which task 1 has none. "
-        "Set partition.val above 0, or lambda to a number."
-    )
-    method_of(Special, splits=splits_of(val=0, tasks=1), **AUTO)
+def test_without_val_rows_it_reads_train_rows(method_of: Callable, splits_of: Callable, client_of: Callable) -> None:
+    """All of a client's, by the model before its training; it is the default."""
+    method = method_of(Special, splits=splits_of(val=0))
+    assert method.settings.lam == "auto"
+    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    client = client_of(method, 2, 1)
+    sent = method.measure_val_loss(client, method.payload(server))
+    x = method.run.batches.prepare_inputs(method.run.batches.read_raw(client.rows))
+    with torch.no_grad():
+        network = method.networks.load(method.run.spec(2), server.weights).eval()
+        expected = cross_entropy(network(x.inputs), x.labels, reduction="sum")
+    assert sent["samples"] == len(client.rows)
+    assert sent["loss"].item() == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_advice_tells_when_the_anchor_begins(method_of: Callable, splits_of: Callable) -> None:
