@@ -69,9 +69,9 @@ class InjectionSettings(BaseSettings):
         "client's classes has samples there",
     )
     inject: Literal["missing", "all"] = Field(
-        "all",
-        description="classes whose vectors join a batch: all of the task (eq. 9), or those that the client lacks "
-        "(section 4.2's argument)",
+        "missing",
+        description="classes whose vectors join a batch: those that the client lacks (section 4.2's argument), or all "
+        "of the task (eq. 9, and the release)",
     )
     own: bool = Field(
         True,

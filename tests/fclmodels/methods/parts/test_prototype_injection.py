@@ -133,7 +133,7 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
     pip_of: Callable, client_of: Callable, tmp_path: Any
 ) -> None:
     """Algorithm 1, line 20: a client without prototypes has those of its own features after its first epoch."""
-    method = pip_of("optimizer.lr=1e-30", "federation.local_epochs=3", "federation.batch_size=64")
+    method = pip_of("optimizer.lr=1e-30", "federation.local_epochs=3", "federation.batch_size=64", inject="all")
     server = method.start_task(method.setup(), 0)
     training = method.prepare_training(client_of(method, 0), method.payload(server))
     (batch,) = method.run.batches.iterate_ordered(training.client.rows, 64)
@@ -157,7 +157,7 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
     assert all(training.part(InjectedPrototypes) is sent for _ in method.epochs(training))
 
 
-@pytest.mark.parametrize("settings", [{"own": False}, {"inject": "missing"}])
+@pytest.mark.parametrize("settings", [{"own": False, "inject": "all"}, {"inject": "missing"}])
 def test_own_prototypes_join_only_where_they_are_asked_for(
     settings: dict[str, Any], pip_of: Callable, client_of: Callable
 ) -> None:
@@ -168,7 +168,7 @@ def test_own_prototypes_join_only_where_they_are_asked_for(
 
 def test_m_vectors_join_beside_the_mean(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """Eq. 11: {mu} and m vectors mu + beta sigma of each class."""
-    method = pip_of(m=3, augmentation="paper")
+    method = pip_of(m=3, augmentation="paper", inject="all")
     server = method.start_task(method.setup(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, 0)], tmp_path))
     injected = method.prepare_training(client_of(method, 1, round=1), method.payload(server)).part(InjectedPrototypes)
