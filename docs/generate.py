@@ -23,9 +23,10 @@ from fclmodels.errors import format_value  # noqa: E402
 from fclmodels.experiment.method_card import WAYS, MethodCard, describe_methods  # noqa: E402
 from fclmodels.plugins import find, load_all  # noqa: E402
 from fclmodels.report.labels import METRICS, READINGS  # noqa: E402
-from fclmodels.report.paper_figures import list_figures  # noqa: E402
+from fclmodels.report.paper_figures import Figure, list_figures  # noqa: E402
 from fclmodels.settings.describe import Setting, explain  # noqa: E402
 from fclmodels.settings.load import load_preset  # noqa: E402
+from fclmodels.settings.preset import UNITS  # noqa: E402
 from fclmodels.settings.schema import CHOICES  # noqa: E402
 from flows.cli.app import app  # noqa: E402
 
@@ -162,15 +163,23 @@ def figures(name: str) -> Iterator[str]:
         preset, _ = load_preset(file)
         for figure in list_figures(preset, name):
             where = ", ".join(f"{key}={value}" for key, value in figure.table.where.items())
-            values = [f"{METRICS[c].title} {figure.text(c)}" for c in figure.values if not c.endswith("_std")]
-            reading = READINGS[figure.table.reading].title
+            values = [format_figure(figure, name) for name in figure.values if not name.endswith("_std")]
+            reading = READINGS[figure.table.reading].title if figure.table.reading else "–"
             rows.append((f"`{file.stem}`", figure.table.table, reading, where, ", ".join(values)))
     if rows:
-        yield "In %, ± standard deviation. `fcl preset NAME` runs a setting and shows the measured figures beside them."
+        yield "In % where there is no unit, ± standard deviation. `fcl preset NAME` runs a setting; the figures stand"
+        yield "beside runs with just that setting."
         yield ""
         yield from table(("preset", "table", "reading", "where", "figures"), rows)
     else:
         yield "No preset has a figure of it."
+
+
+def format_figure(figure: Figure, name: str) -> str:
+    """Return a figure of a paper's table with its quantity and unit; in % without one."""
+    title = METRICS[name].title if name in METRICS else name.replace("_", " ")
+    unit = UNITS.get(name, "%")
+    return f"{title} {figure.text(name)}{'' if unit == '%' else ' ' + unit}".rstrip()
 
 
 def settings_page() -> str:

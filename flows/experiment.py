@@ -14,8 +14,9 @@ from fclmodels.experiment.costs.small_runs import is_small
 from fclmodels.experiment.costs.trial import TrialFailedError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.experiment.run_folder import refuse_foreign
-from fclmodels.settings.load import load_params
+from fclmodels.settings.load import load_params, note_changes
 from fclmodels.storage.files import lock_file
+from flows.cli.preset_list import PRESETS
 from flows.cli.progress import SilentProgress, create_progress
 from flows.cli.terminal import tell
 from flows.prefect.environment import HOME
@@ -45,6 +46,9 @@ def experiment(
     """
     refuse_foreign(out)
     settings = load_params(params, overrides, method, seed)
+    if settings.preset.name is not None:
+        published = PRESETS / f"{settings.preset.name}.yaml"
+        settings = note_changes(settings, method, published if published.is_file() else params)
     folder = ensure_splits(settings, HOME, lambda text: tell(text, quiet))
     with Experiment(settings, method, seed, Splits.open(folder), HOME) as run:
         lock = HOME / "locks" / identify_experiment(run)

@@ -141,7 +141,8 @@ def _build_table(frame: pl.DataFrame, groups: Sequence[Group], reading: str) -> 
         row["index"], group = by_label[row["method"]]
         row["reference"] = group.is_reference
     best = {name: _find_best(rows, name) for name in labels.ACCURACY if name != "forward"}
-    title, papers = labels.title_reading(reading, describe_batch_size(groups)), collect_figures(groups).get(reading, [])
+    title = labels.title_reading(reading, describe_batch_size(groups))
+    papers = [figure for figure in collect_figures(groups).get(reading, []) if figure.has_metrics]
     meaning = labels.label_reading(reading).meaning
     return {"title": title, "meaning": meaning, "rows": rows, "papers": papers, "best": best}
 

@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fclmodels.report.comparison import METRICS
 from fclmodels.report.read_runs import Group, RunFolder
-from fclmodels.settings.schema import PaperTable, PresetSettings
+from fclmodels.settings.preset import UNITS, PaperTable, PresetSettings
 
 
 class Figure(NamedTuple):
@@ -21,26 +22,52 @@ class Figure(NamedTuple):
         return dict(zip(self.table.columns, self.table.rows[self.method], strict=True))
 
     @property
+    def has_metrics(self) -> bool:
+        """Whether a comparison has a column for one of its figures."""
+        return any(name in METRICS for name in self.values)
+
+    @property
     def title(self) -> str:
         where = "".join(f", {name.rpartition('.')[2]}={value}" for name, value in self.table.where.items())
         return f"{self.method}, {self.table.table}{where}"
 
     def text(self, name: str) -> str:
-        """Return a figure in percent with its standard deviation, in the paper's decimals; a dash if it has none."""
+        """Return a figure with its standard deviation, in the paper's unit and decimals; a dash if it has none."""
         if name not in self.values:
             return "–"
         numbers = [self.values[column] for column in (name, f"{name}_std") if column in self.values]
         return " ± ".join(f"{value:.{self.decimals}f}" for value in numbers).replace("-", "−")
 
 
-def collect_figures(groups: Iterable[Group]) -> dict[str, list[Figure]]:
-    """Return the papers' figures of these runs by reading, each once."""
-    figures: dict[str, list[Figure]] = {}
+def collect_figures(groups: Iterable[Group]) -> dict[str | None, list[Figure]]:
+    """Return the papers' figures of these runs by reading, each once; None: those that are not of accuracies."""
+    figures: dict[str | None, list[Figure]] = {}
     for run in (run for group in groups for run in group.runs):
         for figure in _match_figures(run, run.result.preset or PresetSettings()):
             of_reading = figures.setdefault(figure.table.reading, [])
             of_reading += [figure] if figure not in of_reading else []
     return figures
+
+
+def describe_other_figures(groups: Iterable[Group]) -> list[str]:
+    """Return a line for each of the papers' figures of these runs that a comparison has no column for."""
+    lines = []
+    for figure in (figure for figures in collect_figures(groups).values() for figure in figures):
+        names = [name for name in figure.values if not name.endswith("_std") and name not in METRICS]
+        texts = [f"{_name_quantity(name)} {figure.text(name)} {UNITS.get(name, '%')}".rstrip() for name in names]
+        lines += [f"paper: {figure.title}: {', '.join(texts)}."] if texts else []
+    return lines
+
+
+def describe_changes(groups: Iterable[Group]) -> list[str]:
+    """Return a sentence for each group whose settings are not its preset's, so that the paper's figures are not its."""
+    texts = []
+    for group in groups:
+        preset = group.runs[0].result.preset
+        if preset and preset.changes:
+            changes = ", ".join(f"{name} {own} (there {theirs})" for name, (own, theirs) in preset.changes.items())
+            texts.append(f"{group.label} differs from the paper's setting, {preset.name}, in: {changes}.")
+    return texts
 
 
 def list_figures(preset: PresetSettings, method: str) -> list[Figure]:
@@ -60,14 +87,23 @@ def describe_fewer_rounds(groups: Iterable[Group]) -> list[str]:
 
 
 def _match_figures(run: RunFolder, preset: PresetSettings) -> list[Figure]:
-    """Return the figures of the run's method; where a reading has some for just its settings, only these."""
+    """Return the figures of the run's method that belong to just its settings.
+
+    These are the preset's but for what a table names in `where`. Where a reading has figures of a table with such
+    settings, they stand in place of those without.
+    """
     figures = [
         figure
         for figure in list_figures(preset, run.result.method)
-        if all(run.settings.get(name) == _as_text(value) for name, value in figure.table.where.items())
+        if preset.changes.keys() <= figure.table.where.keys()
+        and all(run.settings.get(name) == _as_text(value) for name, value in figure.table.where.items())
     ]
     special = {figure.table.reading for figure in figures if figure.table.where}
     return [figure for figure in figures if figure.table.where or figure.table.reading not in special]
+
+
+def _name_quantity(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _count_decimals(preset: PresetSettings, name: str) -> int:

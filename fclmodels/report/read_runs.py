@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Va
 from fclmodels.errors import UserError
 from fclmodels.metrics import accuracy_matrix, select_shown
 from fclmodels.settings.load import flatten_settings
-from fclmodels.settings.schema import PresetSettings
+from fclmodels.settings.preset import NEUTRAL, PresetSettings, is_seed
 from fclmodels.storage import untrusted
 from fclmodels.storage.sealed_json import describe_remedy, read_result, refuse_changed
 from fclmodels.tables import ACCURACY, CONFUSION, LEDGER, MONITORS, ROUNDS
@@ -33,9 +33,6 @@ TABLES = {
 }
 
 OPTIONAL = ("confusion", "monitors")  # tables of methods that predict tasks, and of monitors that were on
-
-# How the names of settings begin that say how a run was made, not what it computes: experiments do not differ in them.
-NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds", "monitors.")
 
 
 class Privacy(BaseModel):
@@ -177,10 +174,6 @@ def group_runs(runs: Sequence[RunFolder]) -> tuple[Group, ...]:
 def describe_batch_size(groups: Iterable[Group]) -> str:
     """Return the samples of an evaluation batch as the groups' settings have them, such as "256" or "48 or 256"."""
     return " or ".join(dict.fromkeys(group.runs[0].settings.get("evaluation.batch_size", "?") for group in groups))
-
-
-def is_seed(name: str) -> bool:
-    return name.rpartition(".")[2] == "seed"
 
 
 def _identify(run: RunFolder) -> tuple:

@@ -14,7 +14,8 @@ from fclmodels.errors import Place, UserError, format_value
 from fclmodels.plugins import find, load_all
 from fclmodels.settings.base import Settings, list_blocks
 from fclmodels.settings.describe import describe, explain, suggest_path
-from fclmodels.settings.schema import BLOCKS, CHOICES, ExperimentSettings, Params, PresetSettings
+from fclmodels.settings.preset import PresetSettings, list_changes
+from fclmodels.settings.schema import BLOCKS, CHOICES, ExperimentSettings, Params
 from fclmodels.settings.yaml_source import Keys, YamlSource
 
 ONLY = "only"  # in a method's block: settings of other blocks that hold for this method alone
@@ -72,6 +73,17 @@ def load_preset(path: Path) -> tuple[PresetSettings, ExperimentSettings]:
     experiment = check.build_settings(("experiment",), ExperimentSettings)
     check.raise_problems()
     return preset, experiment
+
+
+def note_changes(params: Params, method: str, published: Path) -> Params:
+    """Return the settings with all in which a method's run differs from the preset of that file, in `preset.changes`.
+
+    A file that a run has written has those of that run.
+    """
+    original = load_params(published, (), method)
+    flat = (flatten_settings(collect_settings(settings, method)) for settings in (params, original))
+    changes = original.preset.changes | list_changes(*flat)
+    return params.model_copy(update={"preset": params.preset.model_copy(update={"changes": changes})})
 
 
 def load_method_settings(params: Params, name: str) -> Any:

@@ -15,12 +15,12 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
 from fclmodels.errors import hide_passwords
 from fclmodels.settings.base import Settings, list_blocks
 from fclmodels.settings.federation import FederationSettings
+from fclmodels.settings.preset import PresetSettings
 
 
 class SourceSettings(Settings):
@@ -201,34 +201,6 @@ class ArrivalSettings(Settings):
     method: str = Field("fedavg", description="the method that learns them: fcl list methods")
     seed: NonNegativeInt = Field(0, description="seed of everything random in it")
     gate: GateSettings = GateSettings()
-
-
-class PaperTable(Settings):
-    """Figures of a paper in percent, a row a method."""
-
-    table: str
-    reading: str
-    where: dict[str, str | int | float] = Field({})  # settings, by dotted name, that differ from the preset's
-    columns: tuple[Literal["acc", "acc_std", "ft", "ft_std", "fgt", "fgt_std", "af", "af_std", "avg", "pd"], ...]
-    rows: dict[str, tuple[float, ...]]
-
-    @model_validator(mode="after")
-    def _rows_fit_columns(self) -> "PaperTable":
-        for method, row in self.rows.items():
-            if len(row) != len(self.columns):
-                raise ValueError(f"{method} has {len(row)} figures for {len(self.columns)} columns.")
-        return self
-
-
-class PresetSettings(Settings):
-    name: str | None = Field(None, description="name of the preset; null: these settings are no preset")
-    paper: str = Field("", description="the paper whose settings these are")
-    needs: tuple[str, ...] = Field((), description="what must be there before it can run")
-    note: str = Field("", description="where it differs from the paper")
-    figures: tuple[PaperTable, ...] = Field((), description="the paper's figures: table, reading, where, columns, rows")
-    only: dict[str, dict[Literal["model", "federation", "optimizer", "augment"], dict[str, Any]]] = Field(
-        {}, description="settings that hold for one method only: under its name, as they are written at the top"
-    )
 
 
 class TrackingSettings(Settings):

@@ -6,7 +6,8 @@ from typing import Any
 
 from fclmodels.errors import UserError, suggest_name
 from fclmodels.settings.load import load_preset
-from fclmodels.settings.schema import ExperimentSettings, PaperTable, PresetSettings
+from fclmodels.settings.preset import PaperTable, PresetSettings
+from fclmodels.settings.schema import ExperimentSettings
 
 PRESETS = Path("presets")
 

@@ -13,7 +13,13 @@ import polars as pl
 from fclmodels.metrics import select_shown
 from fclmodels.report import labels
 from fclmodels.report.comparison import Fall, compare_groups, summarize_groups
-from fclmodels.report.paper_figures import Figure, collect_figures, describe_fewer_rounds
+from fclmodels.report.paper_figures import (
+    Figure,
+    collect_figures,
+    describe_changes,
+    describe_fewer_rounds,
+    describe_other_figures,
+)
 from fclmodels.report.read_runs import describe_batch_size, group_runs, read_runs
 from flows.cli import terminal
 
@@ -54,7 +60,7 @@ def print_comparison(runs: Sequence[Path]) -> None:
             for row in table
             if row["reading"] == reading
         ]
-        rows += [_make_paper_row(figure, titles) for figure in papers.get(reading, ())]
+        rows += [_make_paper_row(figure, titles) for figure in papers.get(reading, ()) if figure.has_metrics]
         terminal.print_table(rows, title=f"{reading.replace('_', '-')}, in %")
     costs = {row["method"]: _make_cost_row(row) for row in table}
     terminal.print_table(list(costs.values()), title="a run")
@@ -70,7 +76,8 @@ def print_comparison(runs: Sequence[Path]) -> None:
     ]
     terminal.print_table(overview, title="at a glance: accuracy in %, right after learning → at the end")
     batches = labels.explain_batches(readings, describe_batch_size(groups))
-    for note in filter(None, (batches, *describe_fewer_rounds(groups))):
+    papers_notes = (*describe_changes(groups), *describe_fewer_rounds(groups), *describe_other_figures(groups))
+    for note in filter(None, (batches, *papers_notes)):
         terminal.tell(note)
 
 

@@ -61,13 +61,24 @@ def test_a_preset_runs_from_data_to_report_beside_the_papers_figures(
     results = [json.loads((folder / f"fedavg-{seed}" / "result.json").read_text()) for seed in (0, 1)]
     assert [result["scaled"] for result in results] == [{"rounds": [4, 2], "of": [20, 10]}] * 2
     assert [result["preset"]["name"] for result in results] == ["tiny"] * 2
-    row = next(line for line in out.splitlines() if line.startswith("paper: fedavg"))
-    assert re.search(r"98\.76 +– +5\.25", row)
+    assert "paper: fedavg" not in out + (folder / "report" / "index.html").read_text()
+    assert "fedavg differs from the paper's setting, tiny, in: federation.rounds_scale 0.2 (there 1.0)." in err
     assert err.splitlines()[-1] == "tries/tiny/report/index.html"
     assert "fedavg: 6 rounds in place of 30 (federation.rounds_scale)." in err
     page = (folder / "report" / "index.html").read_text()
     assert "fedavg: 6 rounds in place of 30" in page
-    assert "paper: fedavg, Table 7" in page
+    assert fcl("preset", "tiny", "--methods", "fedavg", "--set", "federation.executor=serial") == 0
+    out, err = capsys.readouterr()
+    row = next(line for line in out.splitlines() if line.startswith("paper: fedavg"))
+    assert re.search(r"98\.76 +– +5\.25", row)
+    assert "differs from" not in err
+    assert "paper: fedavg, Table 7" in (folder / "report" / "index.html").read_text()
+    again = ("run", "-m", "fedavg", "--params", str(folder / "fedavg-0" / "settings.json"), "--out", "again")
+    assert fcl(*again, "--set", "partition.kind=shards") == 0
+    assert fcl("compare", "again") == 0
+    out, err = capsys.readouterr()
+    assert "paper:" not in out
+    assert "partition.kind shards (there iid)" in err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""A preset: a paper's setting and its figures, and the settings in which a run differs from it."""
+
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fclmodels.settings.base import Settings
+
+# How the names of settings begin that say how a run is made, not what it computes: experiments do not differ in them.
+NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds", "monitors.")
+LAST_BITS = ("federation.threads", "device", "data.root")  # of no weight beside a paper's figures
+UNITS = {  # of all that a paper may give a figure of, beside its standard deviation `NAME_std` and accuracy `task_3`
+    **dict.fromkeys(("acc", "ft", "fgt", "bwt", "af", "pd", "avg", "learning_acc", "worst_drop", "tip_acc"), "%"),
+    **dict.fromkeys(("used_share", "local_acc", "global_acc"), "%"),
+    **dict.fromkeys(("mb_up", "mb_down", "mb_client", "mb_memory", "mb_peak"), "MB"),
+    **{"seconds": "s", "rounds_to_best": "rounds", "rounds": "rounds", "parameters": "parameters", "epsilon": ""},
+}
+
+
+class PaperTable(Settings):
+    """Figures of a paper, a row a method; UNITS has the columns. Without a reading: not of accuracies."""
+
+    table: str
+    reading: str | None = None
+    where: dict[str, str | int | float] = Field({})  # settings, by dotted name, that differ from the preset's
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[float, ...]]
+
+    @field_validator("columns")
+    @classmethod
+    def _are_quantities(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        for column in columns:
+            if column.removesuffix("_std") not in UNITS and not re.fullmatch(r"task_[1-9][0-9]?", column):
+                raise ValueError(f"{column} is no quantity. There are {', '.join(UNITS)} and task_1, task_2, ...")
+        return columns
+
+    @model_validator(mode="after")
+    def _rows_fit_columns(self) -> "PaperTable":
+        for method, row in self.rows.items():
+            if len(row) != len(self.columns):
+                raise ValueError(f"{method} has {len(row)} figures for {len(self.columns)} columns.")
+        return self
+
+
+class PresetSettings(Settings):
+    name: str | None = Field(None, description="name of the preset; null: these settings are no preset")
+    paper: str = Field("", description="the paper whose settings these are")
+    needs: tuple[str, ...] = Field((), description="what must be there before it can run")
+    note: str = Field("", description="where it differs from the paper")
+    figures: tuple[PaperTable, ...] = Field((), description="the paper's figures: table, reading, where, columns, rows")
+    changes: dict[str, tuple[str, str]] = Field(
+        {}, description="settings of a run that are not the preset's, with both values; not to be set by hand"
+    )
+    only: dict[str, dict[Literal["model", "federation", "optimizer", "augment"], dict[str, Any]]] = Field(
+        {}, description="settings that hold for one method only: under its name, as they are written at the top"
+    )
+
+
+def list_changes(own: dict[str, Any], published: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the settings, by dotted name, that change what is computed and are not the preset's: own value, preset's.
+
+    Seeds, monitors and where clients are computed change nothing that a paper's figure depends on.
+    """
+    texts = [{name: _to_text(value) for name, value in settings.items()} for settings in (own, published)]
+    names = [
+        name for name in {**texts[1], **texts[0]} if not name.startswith((*NEUTRAL, *LAST_BITS)) and not is_seed(name)
+    ]
+    pairs = {name: (texts[0].get(name, "-"), texts[1].get(name, "-")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] == "seed"
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
