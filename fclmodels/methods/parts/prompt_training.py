@@ -54,7 +54,10 @@ class PromptTraining:
         return Obstacle("weighs clients by participation", "Set omega: samples") if self.counts_rounds else None
 
     def advice(self) -> list[str]:
-        lines, model = self.backbone.advice(), self.run.params.model
+        lines, params = self.backbone.advice(), self.run.params
+        model, federation = params.model, params.federation
+        if self.settings.profile == "release" and (federation.weighting, params.optimizer.clip) != ("uniform", 1.0):
+            lines.append("profile: release goes with federation.weighting: uniform and optimizer.clip: 1.0")
         first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))
         if first.head == "growing" and model.loss_over == "seen" and last.label_count > first.label_count:
             lines.append(

@@ -218,6 +218,7 @@ def test_a_profile_learns(kind: Any, profile: str, method_of: Callable, federate
     method = method_of(kind, *VIT, "federation.rounds=2", **settings, profile=profile)
     server = federate(method, 2)
     assert all(tensor.isfinite().all() for tensor in server.weights.values())
+    assert any("profile: release goes with" in line for line in method.advice()) == (profile == "release")
 
 
 @pytest.mark.parametrize(("pip", "fed"), [(PipDualP, FedDualP), (PipL2P, FedL2P)])
