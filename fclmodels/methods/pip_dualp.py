@@ -4,11 +4,12 @@ FedAvg on a frozen backbone (parts/frozen_backbone.py) that trains prompts (part
 learn from classes' Gaussians (parts/prototype_injection.py), and whose server may fit the head to them after a task
 (parts/refitted_head.py, ours).
 
-`profile: paper` is Algorithm 1: all of a task's classes join a batch (eq. 9), as mu + beta sigma (eq. 11), and clients
-count by their rounds in all tasks (eq. 12 to 15). `profile: release` is the public code: a pool of 10 that a batch chooses
-from, prompts as keys and values, experts that start anew in each round, heads averaged at a task's end, three vectors a
-class, prototypes from the second round on. Its errors, in the variance and in which prompts become keys and which
-values, are not copied.
+`profile: paper` is Algorithm 1: all of a task's classes join a batch (eq. 9) as mu + beta sigma (eq. 11), and clients
+count by their rounds in all tasks (eq. 12 to 15).
+
+`profile: release` is the public code: a pool of 10 that a batch chooses from, prompts as keys and values, experts that
+start anew in each round, heads averaged at a task's end, three vectors a class, prototypes from the second round on. Its
+errors, in the variance and in which prompts become keys and which values, are not copied.
 """
 
 from typing import ClassVar
