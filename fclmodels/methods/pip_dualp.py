@@ -8,8 +8,8 @@ learn from classes' Gaussians (parts/prototype_injection.py), and whose server m
 count by their rounds in all tasks (eq. 12 to 15).
 
 `profile: release` is the public code: a pool of 10 that a batch chooses from, prompts as keys and values, experts that
-start anew in each round, heads averaged at a task's end, three vectors a class, prototypes from the second round on. Its
-errors, in the variance and in which prompts become keys and which values, are not copied.
+start anew in each round, heads averaged at a task's end, three vectors a class, prototypes from the second round on.
+Its errors, in the variance and in which prompts become keys and which values, are not copied.
 """
 
 from typing import ClassVar
