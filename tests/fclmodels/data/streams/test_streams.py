@@ -169,6 +169,30 @@ def test_repeated_samples_come_in_every_task_of_their_class() -> None:
     assert shared == set(layout.pools[0].rows.tolist()) & set(layout.pools[1].rows.tolist())
 
 
+@given(tasks=st.integers(1, 8), width=st.integers(1, 4), clients=st.integers(1, 5))
+def test_in_a_recurring_task_pool_each_task_is_drawn_from_all_classes(tasks: int, width: int, clients: int) -> None:
+    """Each client meets its classes of a task in that task's pool, and another client's there never."""
+    table = samples(5, each=4)
+    layout = stream("task-pool", tasks=tasks, classes_per_task=width, recurring=True).lay_out(table, clients)
+    assert len(layout.tasks) == len(layout.pools) == tasks
+    for t, (task, pool) in enumerate(zip(layout.tasks, layout.pools, strict=True)):
+        assert task.classes_by_client is not None
+        assert pool.rows.tolist() == np.flatnonzero(np.isin(table.labels, task.classes)).tolist()
+        for client, own in task.classes_by_client.items():
+            assert len(set(own)) == width
+            assert {c for c, when in zip(pool.classes, pool.task_of[client], strict=True) if when == t} == set(own)
+            assert set(pool.task_of[client]) <= {t, -1}
+
+
+def test_classes_recur_in_a_task_pool_of_more_tasks_than_classes() -> None:
+    """Ten tasks of two of five classes: each client meets each class four times on average, not in a fixed turn."""
+    layout = stream("task-pool", tasks=10, classes_per_task=2, recurring=True).lay_out(samples(5, each=4), 40)
+    of_clients = [[set(task.classes_by_client[client]) for task in layout.tasks] for client in range(40)]
+    counts = np.array([[sum(c in own for own in sequence) for c in range(5)] for sequence in of_clients])
+    assert counts.mean() == 4
+    assert counts.min() < 3 < 5 < counts.max()
+
+
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(1, 9))
 def test_in_the_task_pool_each_client_meets_its_own_classes_once(
     tasks: int, width: int, more: int, clients: int
@@ -225,6 +249,7 @@ REFUSED = [
     ("overlapping-classes", {"classes_per_task": 5}, {}, "leave 1 of 10 classes over. Set stream.tasks: 2"),
     ("task-pool", {"tasks": 6}, {}, "6 tasks of 2 classes need 12 classes, the source has 10. Use stream.tasks: 5"),
     ("task-pool", {"classes_per_task": 11}, {}, "need 55 classes, the source has 10"),
+    ("task-pool", {"classes_per_task": 11, "recurring": True}, {}, "classes_per_task: 11, the source has 10 classes"),
 ]
 
 
