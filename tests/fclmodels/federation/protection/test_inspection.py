@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -399,19 +400,19 @@ class Heard(Listener):
 @pytest.fixture
 def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.DataFrame, Heard]]:
     def learn_first(method: FedAvg, server: Server | None = None, executor: Serial | None = None) -> Any:
-        checkpoints, heard = Checkpoints(tmp_path / f"{len(list(tmp_path.iterdir()))}"), Heard()
-        position = learn(
-            method,
-            server or method.setup(),
-            {},
-            0,
-            executor or Serial(method, 1),
-            checkpoints,
-            open_ledger(method, checkpoints.ledger),
-            heard,
-        )
-        tables = pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
-        checkpoints.close()
+        heard = Heard()
+        with closing(Checkpoints(tmp_path / f"{len(list(tmp_path.iterdir()))}")) as checkpoints:
+            position = learn(
+                method,
+                server or method.setup(),
+                {},
+                0,
+                executor or Serial(method, 1),
+                checkpoints,
+                open_ledger(method, checkpoints.ledger),
+                heard,
+            )
+            tables = pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
         return position.server, *tables, heard
 
     return learn_first
