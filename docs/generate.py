@@ -26,7 +26,7 @@ from fclmodels.report.labels import METRICS, READINGS  # noqa: E402
 from fclmodels.report.paper_figures import Figure, list_figures  # noqa: E402
 from fclmodels.settings.describe import Setting, explain  # noqa: E402
 from fclmodels.settings.load import load_preset  # noqa: E402
-from fclmodels.settings.preset import UNITS  # noqa: E402
+from fclmodels.settings.preset import find_unit  # noqa: E402
 from fclmodels.settings.schema import CHOICES  # noqa: E402
 from flows.cli.app import app  # noqa: E402
 
@@ -178,7 +178,7 @@ def figures(name: str) -> Iterator[str]:
 def format_figure(figure: Figure, name: str) -> str:
     """Return a figure of a paper's table with its quantity and unit; in % without one."""
     title = METRICS[name].title if name in METRICS else name.replace("_", " ")
-    unit = UNITS.get(name, "%")
+    unit = find_unit(name) or ""
     return f"{title} {figure.text(name)}{'' if unit == '%' else ' ' + unit}".rstrip()
 
 

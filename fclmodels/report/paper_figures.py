@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fclmodels.report.comparison import METRICS
 from fclmodels.report.read_runs import Group, RunFolder
-from fclmodels.settings.preset import UNITS, PaperTable, PresetSettings
+from fclmodels.settings.preset import PaperTable, PresetSettings, find_unit
 
 
 class Figure(NamedTuple):
@@ -15,11 +15,12 @@ class Figure(NamedTuple):
     preset: str
     method: str
     table: PaperTable
-    decimals: int  # as the paper's table has them, as far as its figures tell
+    decimals: dict[str, int]  # of each column, as the paper's table has them, as far as its figures tell
 
     @property
     def values(self) -> dict[str, float]:
-        return dict(zip(self.table.columns, self.table.rows[self.method], strict=True))
+        row = zip(self.table.columns, self.table.rows[self.method], strict=True)
+        return {column: value for column, value in row if value is not None}
 
     @property
     def has_metrics(self) -> bool:
@@ -36,7 +37,7 @@ class Figure(NamedTuple):
         if name not in self.values:
             return "–"
         numbers = [self.values[column] for column in (name, f"{name}_std") if column in self.values]
-        return " ± ".join(f"{value:.{self.decimals}f}" for value in numbers).replace("-", "−")
+        return " ± ".join(f"{value:.{self.decimals[name]}f}" for value in numbers).replace("-", "−")
 
 
 def collect_figures(groups: Iterable[Group]) -> dict[str | None, list[Figure]]:
@@ -54,7 +55,7 @@ def describe_other_figures(groups: Iterable[Group]) -> list[str]:
     lines = []
     for figure in (figure for figures in collect_figures(groups).values() for figure in figures):
         names = [name for name in figure.values if not name.endswith("_std") and name not in METRICS]
-        texts = [f"{_name_quantity(name)} {figure.text(name)} {UNITS.get(name, '%')}".rstrip() for name in names]
+        texts = [f"{_name_quantity(name)} {figure.text(name)} {find_unit(name)}".rstrip() for name in names]
         lines += [f"paper: {figure.title}: {', '.join(texts)}."] if texts else []
     return lines
 
@@ -106,10 +107,16 @@ def _name_quantity(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _count_decimals(preset: PresetSettings, name: str) -> int:
-    """Return the most decimals that a figure of the paper's table of this name needs."""
-    rows = [row for table in preset.figures if table.table == name for row in table.rows.values()]
-    return max(len(f"{value:g}".partition(".")[2]) for row in rows for value in row)
+def _count_decimals(preset: PresetSettings, name: str) -> dict[str, int]:
+    """Return, for each column of the paper's table of this name, the most decimals that a figure of it needs."""
+    decimals: dict[str, int] = {}
+    for table in (table for table in preset.figures if table.table == name):
+        for row in table.rows.values():
+            for column, value in zip(table.columns, row, strict=True):
+                digits = repr(value or 0.0).removesuffix(".0").partition(".")[2]
+                base = column.removesuffix("_std")
+                decimals[base] = max(decimals.get(base, 0), len(digits))
+    return decimals
 
 
 def _as_text(value: str | float) -> str:

@@ -11,28 +11,38 @@ from fclmodels.settings.base import Settings
 # How the names of settings begin that say how a run is made, not what it computes: experiments do not differ in them.
 NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_seconds", "monitors.")
 LAST_BITS = ("federation.threads", "device", "data.root")  # of no weight beside a paper's figures
-UNITS = {  # of all that a paper may give a figure of, beside its standard deviation `NAME_std` and accuracy `task_3`
+UNITS = {  # of all that a paper may give a figure of
     **dict.fromkeys(("acc", "ft", "fgt", "bwt", "af", "pd", "avg", "learning_acc", "worst_drop", "tip_acc"), "%"),
     **dict.fromkeys(("used_share", "local_acc", "global_acc"), "%"),
-    **dict.fromkeys(("mb_up", "mb_down", "mb_client", "mb_memory", "mb_peak"), "MB"),
-    **{"seconds": "s", "rounds_to_best": "rounds", "rounds": "rounds", "parameters": "parameters", "epsilon": ""},
+    **dict.fromkeys(("mb_up", "mb_down"), "MB"),  # of a client in a round
+    **dict.fromkeys(("mb_end_up", "mb_end_down"), "MB"),  # of a client at a task's end
+    "mb_total": "MB",  # of a client that takes part in each round so far, both ways
+    **dict.fromkeys(("mb_model", "mb_client", "mb_memory"), "MB"),  # the model, all that a client keeps, what it stores
+    "gb_peak": "GB",
+    **{"seconds_per_round": "s", "hours": "h", "hours_end": "h"},  # of a run, and of its tasks' ends
+    **dict.fromkeys(("seconds_epoch", "seconds_end"), "s"),  # of a client's local epoch, of its work at a task's end
+    **{"rounds_to_best": "rounds", "rounds": "rounds", "parameters": "parameters", "epsilon": ""},
 }
+QUANTITY = re.compile(r"task_[1-9][0-9]?|(?P<name>\w+?)(_after_[1-9][0-9]?)?(_std)?")  # task_3: its accuracy at the end
 
 
 class PaperTable(Settings):
-    """Figures of a paper, a row a method; UNITS has the columns. Without a reading: not of accuracies."""
+    """Figures of a paper, a row a method; UNITS has the columns. Without a reading: not of accuracies.
+
+    `acc_after_3` is `acc` after three tasks, `acc_std` its standard deviation. Null: the paper has no figure there.
+    """
 
     table: str
     reading: str | None = None
     where: dict[str, str | int | float] = Field({})  # settings, by dotted name, that differ from the preset's
     columns: tuple[str, ...]
-    rows: dict[str, tuple[float, ...]]
+    rows: dict[str, tuple[float | None, ...]]
 
     @field_validator("columns")
     @classmethod
     def _are_quantities(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         for column in columns:
-            if column.removesuffix("_std") not in UNITS and not re.fullmatch(r"task_[1-9][0-9]?", column):
+            if find_unit(column) is None:
                 raise ValueError(f"{column} is no quantity. There are {', '.join(UNITS)} and task_1, task_2, ...")
         return columns
 
@@ -58,16 +68,22 @@ class PresetSettings(Settings):
     )
 
 
+def find_unit(column: str) -> str | None:
+    """Return the unit of a column of a paper's table, None if it is of no quantity that there is."""
+    if match := QUANTITY.fullmatch(column):
+        return UNITS.get(match["name"]) if match["name"] else "%"
+    return None
+
+
 def list_changes(own: dict[str, Any], published: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the settings, by dotted name, that change what is computed and are not the preset's: own value, preset's.
 
-    Seeds, monitors and where clients are computed change nothing that a paper's figure depends on.
+    Seeds, monitors and where clients are computed change nothing that a paper's figure depends on. A setting that is
+    the preset's alone has no place beside another one of the run's, which is listed: `partition.alpha` under `kind`.
     """
     texts = [{name: _to_text(value) for name, value in settings.items()} for settings in (own, published)]
-    names = [
-        name for name in {**texts[1], **texts[0]} if not name.startswith((*NEUTRAL, *LAST_BITS)) and not is_seed(name)
-    ]
-    pairs = {name: (texts[0].get(name, "-"), texts[1].get(name, "-")) for name in names}
+    names = [name for name in texts[0] if not name.startswith((*NEUTRAL, *LAST_BITS)) and not is_seed(name)]
+    pairs = {name: (texts[0][name], texts[1].get(name, "-")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -86,8 +86,24 @@ def test_figures_of_other_kinds_have_their_units(tmp_path):
     preset = {"name": "one", "figures": [bytes_of_it, of_tasks]}
     groups = group_runs(read_runs([write_run(tmp_path / "fot", "fot", 0, tasks=2, preset=preset)]))
     assert describe_other_figures(groups) == [
-        "paper: fot, Table 9: mb up 9.794 MB, used share 62.180 %.",
+        "paper: fot, Table 9: mb up 9.794 MB, used share 62.18 %.",
         "paper: fot, Table 4: task 1 98.5 %.",
+    ]
+
+
+def test_a_setting_that_another_one_replaces_is_no_difference_of_its_own(tmp_path):
+    """`partition.alpha` has no place under `kind: iid`, which a table names."""
+    titles, changes = list_tables(tmp_path, "fedprotip-imagenetr-5", "fot", "partition.kind=iid")
+    assert titles == ["fot, Table 2, kind=iid"]
+    assert "partition.alpha" not in changes[0]
+
+
+def test_figures_after_a_task_and_those_that_the_paper_lacks(tmp_path):
+    of_tasks = {"table": "Table 14", "columns": ["tip_acc_after_2", "tip_acc_after_3", "parameters"]}
+    preset = {"name": "one", "figures": [of_tasks | {"rows": {"fot": [None, 97.8, 11_700_000]}}]}
+    groups = group_runs(read_runs([write_run(tmp_path / "fot", "fot", 0, tasks=2, preset=preset)]))
+    assert describe_other_figures(groups) == [
+        "paper: fot, Table 14: tip acc after 3 97.8 %, parameters 11700000 parameters."
     ]
 
 
