@@ -333,3 +333,8 @@ def test_several_methods_and_seeds_run_one_after_another_and_are_compared(
     assert shown == capsys.readouterr().out
     assert fcl("run", "-m", "fedavg,fedprox", "-s", "1", "--json") == 0
     assert [result["label"] for result in json.loads(capsys.readouterr().out)] == ["fedavg-1", "fedprox-1"]
+    planned = ("--set", "experiment.methods=[fedavg,special]", "--set", "experiment.seeds=[0,1]")
+    assert fcl("compare", *planned) == 0
+    out, err = capsys.readouterr()
+    assert "fedavg" in out
+    assert "not run yet, so left out: runs/special-0, runs/special-1\n" in err
