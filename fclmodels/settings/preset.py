@@ -13,6 +13,7 @@ NEUTRAL = ("federation.executor", "federation.workers", "federation.checkpoint_s
 LAST_BITS = ("federation.threads", "device", "data.root")  # of no weight beside a paper's figures
 UNITS = {  # of all that a paper may give a figure of
     **dict.fromkeys(("acc", "ft", "fgt", "bwt", "af", "pd", "avg", "learning_acc", "worst_drop", "tip_acc"), "%"),
+    "forgetting": "%",  # by a formula that the paper does not give
     **dict.fromkeys(("used_share", "local_acc", "global_acc"), "%"),
     **dict.fromkeys(("mb_up", "mb_down"), "MB"),  # of a client in a round
     **dict.fromkeys(("mb_end_up", "mb_end_down"), "MB"),  # of a client at a task's end

@@ -30,6 +30,7 @@ from fclmodels.plugins import find
 from fclmodels.report.paper_figures import Figure, collect_figures, describe_fewer_rounds
 from fclmodels.report.read_runs import Group, Result, RunFolder
 from fclmodels.settings import load as reading
+from fclmodels.settings.describe import explain
 from fclmodels.settings.federation import FederationSettings
 from fclmodels.settings.preset import find_unit
 from fclmodels.settings.schema import Params
@@ -97,11 +98,13 @@ def test_a_preset_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_papers_figures_are_possible_and_do_not_contradict_each_other(name: str) -> None:
+def test_a_papers_figures_are_possible_name_settings_and_do_not_contradict_each_other(name: str) -> None:
     preset, _ = reading.load_preset(FILES[name])
+    settings = {setting.path for setting in explain()}
     cells: dict[Any, float] = {}
     for table in preset.figures:
         assert table.reading in (*READINGS, None)
+        assert table.where.keys() <= settings
         for method, row in table.rows.items():
             for column, value in zip(table.columns, row, strict=True):
                 if value is None:
@@ -298,6 +301,13 @@ SKETCHED = ("methods.fedprotip.exchange=sketch",)
         ("fedprotip-cifar100-a05", "fedprotip", (*AT_0775, *SKETCHED), "mb_end_up", 366.9),
         ("fedprotip-cifar100-a05", "fedprotip", SKETCHED, "mb_end_up", None),
         ("fedprotip-cifar100-a05", "fot", ("evaluation.batch_size=32",), "acc", None),
+        ("pip-cifar100-t10", "pip-dualp", (), "acc_after_9", 84.8),
+        ("pip-cifar100-t10", "fed-l2p", (), "forgetting_after_10", -4.0),
+        ("pip-cifar100-t10", "fed-l2p", (), "hours", 5.1),
+        ("pip-cifar100-t10", "fed-dualp", ("federation.clients_per_round=3",), "avg", 76.96),
+        ("pip-cifar100-t10", "pip-dualp", ("methods.pip-dualp.head=own",), "pd", 12.90),
+        ("pip-tinyimagenet", "pip-l2p", ("federation.clients_per_round=3", "federation.rounds=2"), "acc", 67.18),
+        ("pip-miniimagenet", "pip-dualp", ("stream.tasks=20", "federation.rounds=5"), "acc_after_1", 97.80),
     ],
 )
 def test_figures_of_any_kind(name: str, method: str, overrides: tuple[str, ...], column: str, value: Any) -> None:
