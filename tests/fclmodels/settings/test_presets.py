@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,7 @@ def find_figures(name: str, method: str, of_reading: str | None, *overrides: str
     return collect_figures([group_of(run_of_preset(name, method, *overrides))]).get(of_reading, [])
 
 
+@cache
 def run_of_preset(name: str, method: str, *overrides: str) -> RunFolder:
     params = reading.note_changes(load(name, *overrides, method=method), method, FILES[name])
     return run_of(reading.collect_settings(params, method), method, params.preset.model_dump(exclude={"only"}))
@@ -97,10 +99,14 @@ def test_a_preset_says_what_it_is(name: str) -> None:
     assert set(experiment.methods) <= with_figures or (not preset.figures and without)
 
 
+@pytest.fixture(scope="module")
+def settings() -> set[str]:
+    return {setting.path for setting in explain()}
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_a_papers_figures_are_possible_name_settings_and_do_not_contradict_each_other(name: str) -> None:
+def test_a_papers_figures_are_possible_name_settings_and_do_not_contradict_each_other(name: str, settings: set[str]) -> None:
     preset, _ = reading.load_preset(FILES[name])
-    settings = {setting.path for setting in explain()}
     cells: dict[Any, float] = {}
     for table in preset.figures:
         assert table.reading in (*READINGS, None)
