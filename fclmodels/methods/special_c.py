@@ -10,7 +10,7 @@ lambda. Where running statistics blend, they go the same share of their way in e
 import math
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fclmodels.backbones.layers.norms import Blended
 from fclmodels.federation.messages import Payload
@@ -45,12 +45,6 @@ class SpecialC(FedAvg):
         c: float | None = Field(
             None, ge=0, le=1e6, description="weight of the anchor in each local step, in place of eta lambda"
         )
-
-        @model_validator(mode="after")
-        def _c_stands_alone(self) -> "SpecialC.Settings":
-            if self.c is not None and self.lam != type(self).model_fields["lam"].default:
-                raise ValueError("c takes the place of eta lambda: set one of lambda and c.")
-            return self
 
     settings: Settings
 

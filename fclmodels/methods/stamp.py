@@ -204,8 +204,12 @@ class Stamp(FedAvg):
         """Return GA of tasks' vectors, over the names that past tasks' have; a name that one lacks counts as zeros."""
         if not past or not past[0]:  # past tasks whose loss is 0 to the bit move nothing
             return {}
-        filled = {name: current[name] if name in current else torch.zeros_like(g) for name, g in past[0].items()}
-        return self.alignment_of_tasks.align([filled, *past])
+        device = next(iter(current.values())).device  # the table's file is not on a GPU
+        filled = {
+            name: (current[name] if name in current else torch.zeros_like(g)).to(g.device)
+            for name, g in past[0].items()
+        }
+        return {name: g.to(device) for name, g in self.alignment_of_tasks.align([filled, *past]).items()}
 
 
 def make_no_prototypes(features: Tensor) -> tuple[Tensor, Tensor]:

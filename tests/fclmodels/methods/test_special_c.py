@@ -7,7 +7,6 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fclmodels.errors import UserError
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import AnchoredParameters, rows
@@ -134,6 +133,7 @@ def test_by_default_a_round_is_proximal_gradient_steps_of_specials_objective(
         torch.testing.assert_close(weights[name] + update / client.weight, expected[name], rtol=0, atol=2e-6)
 
 
-def test_lambda_and_c_are_one_setting(params_of: Callable) -> None:
-    with pytest.raises(UserError, match="set one of lambda and c"):
-        params_of("methods.special-c.c=0.1", "methods.special-c.lambda=0.1")
+def test_c_takes_the_place_of_eta_lambda(method_of: Callable) -> None:
+    method = method_of(SpecialC, "optimizer.lr=0.1", **{"lambda": 0.5})
+    assert (method.weigh_anchor(0.1), method.weigh_anchor(0.01)) == pytest.approx((0.05, 0.005))
+    assert method_of(SpecialC, c=0.3, **{"lambda": 0.5}).weigh_anchor(0.1) == 0.3
