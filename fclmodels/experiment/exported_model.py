@@ -157,7 +157,8 @@ class ExportedModel:
         """Answer each sample, as prepared [B, *shape], by class, probability, task (from 1) and relevance to each task.
 
         A given task (from 1) puts pixels into its order, and only its classes compete. Else the task is the predicted
-        one where the model has a router, with its relevances (FedProTIP eq. 10); else the only one with that class.
+        one where the model has a router that is sure, with relevances (FedProTIP eq. 10); else the only one with that
+        class.
         """
         kind = find_kind(self.shape)
         if samples.shape[1:] != self.shape or samples.dtype != kind.dtype:
@@ -186,16 +187,20 @@ class ExportedModel:
             logits = torch.cat([head(features[0]) for head in self.networks[0].heads], dim=1)
         relevances: list[list[float] | None] = [None] * len(samples)
         routed: Tensor | None = None
+        not_routed = torch.zeros(len(samples), dtype=torch.bool)
         if task is not None:
             routed = torch.full((len(samples),), task - 1)
         elif self.router is not None:
             routed = self.router.sample_scores(features[0]).argmax(1)
+            not_routed = self.router.find_unsure(features[0])
         if self.router is not None:
             relevances = relevance(features[0], self.router.bases).tolist()
         if routed is not None:
-            logits = logits.masked_fill(~self.of_task[routed], -torch.inf)
+            logits = logits.masked_fill(~(self.of_task[routed] | not_routed[:, None]), -torch.inf)
         probabilities, columns = logits.softmax(1).max(1)
-        tasks = self._find_only_task(columns) if routed is None else (routed + 1).tolist()
+        tasks = self._find_only_task(columns)
+        if routed is not None:
+            tasks = [only if free else int(t) + 1 for only, t, free in zip(tasks, routed, not_routed, strict=True)]
         names = [self.classes[label] for label in self.columns.labels[columns].tolist()]
         values = zip(names, probabilities.tolist(), tasks, relevances, strict=True)
         return [dict(zip(("class", "probability", "task", "relevance"), row, strict=True)) for row in values]

@@ -1,7 +1,7 @@
 """Evaluation: accuracy on every task, learned or not, in all readings, and a confusion table of predicted tasks.
 
 task_aware: only columns of the sample's task may answer. task_agnostic: columns of all learned tasks. task_predicted:
-columns of the task that the method predicts for each sample (a method without such predictions: of all learned tasks).
+columns of the task that the method predicts for each sample (of all learned tasks, where it predicts none).
 Learned tasks are mixed in fixed batches, so that no batch tells which task it is from. Where a method can predict one
 task for a whole batch, mixed_batch_task_predicted does so with these batches. Readings that depend on the batch are
 taken a second time in batches of one task, under the name of the papers' protocol.
@@ -178,7 +178,11 @@ def _answer_by_reading(prediction: Prediction, columns: Columns, run: Run, of_ta
         if scores is not None:
             masks = columns.mask_tasks(task.classes for task in run.splits.tasks[: scores.shape[-1]])
             predicted = scores.argmax(-1).expand(len(logits))
-            answers[reading] = BatchAnswers(logits.masked_fill(~masks[predicted], -torch.inf).argmax(1), predicted)
+            may_answer = masks[predicted]
+            if reading == "task_predicted" and prediction.not_routed is not None:
+                may_answer = may_answer | prediction.not_routed[:, None]
+                predicted = predicted.masked_fill(prediction.not_routed, NO_TASK)
+            answers[reading] = BatchAnswers(logits.masked_fill(~may_answer, -torch.inf).argmax(1), predicted)
     return answers
 
 

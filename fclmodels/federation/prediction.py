@@ -52,6 +52,7 @@ class Prediction:
     logits: Tensor  # [B, C]
     task_scores: Tensor | None = None  # [B, tasks learned], of each sample
     batch_scores: Tensor | None = None  # [tasks learned], of the batch as a whole
+    not_routed: Tensor | None = None  # bool [B], samples that all tasks' columns answer, whatever their scores
 
 
 Predictor = Callable[[Tensor], Prediction]
@@ -104,6 +105,7 @@ def predict_by_heads(
             logits = torch.cat([head(features) for head in network.heads], dim=1)
         if router is None:
             return Prediction(logits)
-        return Prediction(logits, router.sample_scores(features), router.batch_scores(features))
+        not_routed = router.find_unsure(features)
+        return Prediction(logits, router.sample_scores(features), router.batch_scores(features), not_routed)
 
     return predict

@@ -9,6 +9,7 @@ of all clients' inputs. The features have bases of their own, by which tasks are
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -52,8 +53,9 @@ from fclmodels.numerics.task_relevance import Router
 
 # TIP's basis among those of the layers, and the layer whose input it is of.
 FEATURES, LAST = "features", "heads.0"
+PLAIN_TIP = {"tip_later": "features", "tip_reject": "never", "head_start": "drawn"}
 PROFILES = {
-    "paper": {**FIXED, "rank_rule": "residual-mass", "union": "union", "tip_rank": None, "head_start": "drawn"},
+    "paper": {**FIXED, "rank_rule": "residual-mass", "union": "union", "tip_rank": None, **PLAIN_TIP},
     "release": {
         **FIXED,
         "threshold": 0.775,
@@ -61,7 +63,10 @@ PROFILES = {
         "union": "sequential",
         "samples": 1280,
         "batch_norm": "average",
-        "head_start": "drawn",
+        **PLAIN_TIP,
+        "tip_rule": "release",
+        "tip_rank": 20,
+        "tip_threshold": 1.0,
     },
 }
 
@@ -121,6 +126,8 @@ class FedProTIP(FedAvg):
         )
         if self.identity:
             self.declare(self.identity.references)
+            if self.identity.calibrates:
+                self.declare(self.identity.calibration)
         self.projection.bend(self)
 
     @property
@@ -136,7 +143,7 @@ class FedProTIP(FedAvg):
         )
 
     def remarks(self, knowledge: Any) -> list[str]:
-        return self.subspace.remarks(knowledge)
+        return [*self.subspace.remarks(knowledge), *(self.identity.remarks(knowledge) if self.identity else [])]
 
     # Training: projected on the clients, or with `projection: global` on the server.
 
@@ -149,6 +156,8 @@ class FedProTIP(FedAvg):
         server = super().start_task(server, task)
         if self.settings.head_start == "earlier":
             server = replace(server, weights=copy_earlier_rows(server.spec, server.weights))
+        if self.identity:
+            server = self.identity.start_task(server)
         return self.subspace.start_task(server)
 
     def payload(self, server: Server) -> Payload:
@@ -192,7 +201,7 @@ class FedProTIP(FedAvg):
             replies = cohort.ask(self.core_bases, server, bases, clients=clients)
             if not replies.clients and (sums or clients != turns[-1]):
                 continue  # this client's reply was refused; others are used
-            parts = [part for part in ("columns", "spectra", "energy", "right") if part in replies.parts]
+            parts = [part for part in ("columns", "spectra", "energy", "right", "drift") if part in replies.parts]
             sums = {part: add_by_name(sums.get(part, {}), replies.sum(part)) for part in parts}
             received = list(self._yield_directions(replies))
             if self.identity:
@@ -209,7 +218,9 @@ class FedProTIP(FedAvg):
         }
         layers = {name: bases[name] for name in server.knowledge["bases"]}
         server = self.subspace.replace_bases(server, layers, threshold, **facts)
-        return self.identity.learn_task(server, cohort, features) if self.identity else server
+        if not self.identity:
+            return server
+        return self.identity.learn_task(self.identity.note_drift(server, sums.get("drift", {})), cohort, features)
 
     def join(self, received: list[Bases], energies: dict[str, Tensor], threshold: float) -> Bases:
         """Return of each layer the leading directions [d, r] of the sum over clients of U diag(sigma^2) U^T.
@@ -254,7 +265,10 @@ class FedProTIP(FedAvg):
     # The exchange of core bases.
 
     def bases_payload(self, server: Server, bases: Bases) -> Payload:
-        return {"weights": Part("weights", server.weights), "bases": Part("basis", bases)}
+        payload = {"weights": Part("weights", server.weights), "bases": Part("basis", bases)}
+        if "before" in server.knowledge:
+            payload["before"] = Part("weights", server.knowledge["before"])
+        return payload
 
     def core_bases_form(self, task: int, round: int) -> Form:
         network = self.networks.of(self.run.spec(task + 1))
@@ -270,6 +284,8 @@ class FedProTIP(FedAvg):
             numbers["energy"] = make_outline("energy", dict.fromkeys(layers, (4,)), torch.float64)
         if self.adapts:
             numbers["right"] = outline_counts()
+        if self.identity and self.identity.measures_drift(task):
+            numbers["drift"] = make_outline("statistics", {"moved": (), "size": ()}, torch.float64)
         if self.settings.exchange == "sketch":
             sketch = make_outline(
                 "sketch", {name: (d, self.limit_sketch_width(d)) for name, d in widths.items()}, dtype
@@ -293,11 +309,13 @@ class FedProTIP(FedAvg):
         # Eq. 8 needs the singular values of the m_s columns, which a Gram matrix would square.
         observed = {name: layers[name] for name in layer_of.values()}
         inputs = self.subspace.observe(client, network, observed, self.settings.patches)
-        memory = self.identity.remember(client, inputs[LAST]) if self.identity else client.memory
         tensors = self.extract(client, {name: inputs[layer_of[name]] for name in bases}, bases)
         if self.adapts:
             tensors["right"] = count_right(self.run, client, network)
-        return Answer(tensors, memory)
+        if not self.identity:
+            return Answer(tensors, client.memory)
+        memory, drift = self.identity.remember(client, partial(self.networks.load, network.spec), payload)
+        return Answer({**tensors, **({"drift": drift} if drift else {})}, memory)
 
     def extract(self, client: Client, inputs: dict[str, LayerInputs], bases: Bases) -> dict[str, dict[str, Tensor]]:
         """Return of each input the leading directions U outside its basis (eq. 6 to 8), or a sketch U diag(sigma) G.

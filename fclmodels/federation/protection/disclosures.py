@@ -24,7 +24,9 @@ DISCLOSURES: dict[Kind, Disclosure] = {
     "sketch": Disclosure("random mixtures of layer inputs, outside of known directions"),
     "energy": Disclosure("how much of a layer's input is new"),
     "basis": Disclosure("the directions that a client's layer inputs lie in", False, False),
-    "directions": Disclosure("the directions of a client's features, and how strong they are", False, False),
+    "directions": Disclosure(
+        "the directions of a client's layer inputs or features, and how strong they are", False, False
+    ),
     "prototype": Disclosure("mean and variance of the features of each class, and which classes a client has"),
     "reference": Disclosure("how long a client's features are on each task's basis"),
     "loss": Disclosure("how well the model fits a client's held-out samples"),

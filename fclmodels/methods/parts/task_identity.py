@@ -2,13 +2,24 @@
 
 After task t each client sends U_k diag(sigma_k), the directions of its features (the last layer's input, uncentred)
 outside U_1..U_{t-1}, scaled to the features' length along them. U_t has the leading directions over all clients. A
-reference omega^(tau,t) is the root mean square length of a client's features of task tau on U_t (eq. 10). For a later t
-the features of task tau are gone: their second moment, which the client keeps, gives the reference exactly.
+reference omega^(tau,t) is the root mean square length of a client's features of task tau on U_t (eq. 10).
 
-knowledge: `tip`, a Router's tree, and the `clients` that its references are from ([0] for their mean).
+Of earlier tasks the images are gone, so a client keeps the features of at most 512 of its images a task, with their
+labels, and never sends them. The network goes on learning, and these features would no longer be what it makes of such
+images. So the client measures how far training has moved the features of the images that it has now, from X_old to
+X_new [m, F], and moves stored features A alike (`tip_later: drift`, ours):
+
+    A <- A + A E,  E = argmin ||X_new - X_old - X_old E||^2 + lambda ||E||^2,  lambda a share of the mean eigenvalue.
+
+A sample is routed by itself where that is worth it: on stored features the clients count, by the margin of the best
+task's mean cosine over the next one's, how many samples are answered right with routing and by all heads. The server
+takes the least margin at which routing pays, and all heads answer below it (`tip_reject: calibrated`, ours).
+
+knowledge: `tip`, a Router's tree, the `clients` that its references are from ([0] for their mean), and the `drifts`,
+||X_new - X_old|| / ||X_old|| over all clients in each task; `before`, the weights that the current task began with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,19 +27,27 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fclmodels.backbones.inputs.layer_inputs import LayerInputs
+from fclmodels.backbones.inputs.layer_capture import BATCH
+from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
-from fclmodels.federation.messages import Part, Payload
+from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.method import Obstacle
+from fclmodels.federation.prediction import Columns
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.parts.protected_subspace import Bases, has_no_new_classes
-from fclmodels.numerics.subspace import WIDE, extend
-from fclmodels.numerics.task_relevance import Router
+from fclmodels.numerics.subspace import extend
+from fclmodels.numerics.task_relevance import Router, batch_relevance, relevance
 from fclmodels.settings.base import Settings as BaseSettings
+
+STORED = 512  # features of a task that a client keeps at most
+RIDGE = 0.01  # lambda, as a share of the mean eigenvalue of the features' Gram matrix
+# Lower ends of the margins by which answers are counted; the first one has everything below the second.
+MARGINS = torch.cat([torch.full((1,), -2.0), torch.zeros(1), torch.logspace(-6, 0, 37)]).double()
 
 
 class TipSettings(BaseSettings):
@@ -48,8 +67,19 @@ class TipSettings(BaseSettings):
         le=1,
         description="share of the residual's singular values that a client's directions of the features keep",
     )
-    tip_later: Literal["moments", "zero"] = Field(
-        "moments", description="references on later tasks: by second moments that clients keep, or taken as 0"
+    tip_later: Literal["drift", "features", "zero"] = Field(
+        "drift",
+        description="references after later tasks: by the features that clients keep, moved as far as training moves "
+        "others (ours); features: by those as they were (release); zero: taken as 0",
+    )
+    tip_rule: Literal["paper", "release"] = Field(
+        "paper",
+        description="cosine with a client's reference (eq. 11); release: mean cosine with those of batches of 64, "
+        "without the first task's bases, and of two tasks the nearer length",
+    )
+    tip_reject: Literal["calibrated", "never"] = Field(
+        "calibrated",
+        description="single samples of small margin are answered by all heads, as pays on stored features (ours)",
     )
     tip_reference: Literal["each", "mean"] = Field("each", description="each client votes, or their mean reference")
     tip_voters: PositiveInt | None = Field(
@@ -91,6 +121,7 @@ class TaskIdentity:
         self.method = method
         self.votes = settings.tip_reference == "each"
         self.references = Exchange("references", self.bases_payload, self.answer_references, self.references_form)
+        self.calibration = Exchange("calibration", self.router_payload, self.count_answers, self.counts_form)
 
     @property
     def obstacle_to_sums(self) -> Obstacle | None:
@@ -114,12 +145,48 @@ class TaskIdentity:
         before = begin_knowledge(server)
         bases = [*before["bases"], self._extract_task_basis(self.join_feature_bases(server), directions)]
         clients = self.list_reference_clients(server.task)
-        moments = self.settings.tip_later == "moments"
-        present = clients if moments else self.choose_reference_clients(server.task)
+        present = clients if self.keeps_features else self.choose_reference_clients(server.task)
         answers = self._ask(cohort, bases, present) if present else {}
-        clients = clients if self.votes else [0]
-        tip = {"clients": clients, **merge_references(before, clients, bases, answers).to_tree()}
-        return replace(server, knowledge={**server.knowledge, "tip": tip})
+        router = merge_references(before, clients if self.votes else [0], bases, answers, self.settings.tip_rule)
+        if self.calibrates and len(bases) > 1:
+            counts = cohort.ask(self.calibration, server, router, clients=clients).sum("right")
+            router = replace(router, least_margin=find_least_margin(counts["routed"], counts["all"]))
+        tip = {**before, "clients": clients if self.votes else [0], **router.to_tree()}
+        knowledge = {name: value for name, value in server.knowledge.items() if name != "before"}
+        return replace(server, knowledge={**knowledge, "tip": tip})
+
+    @property
+    def keeps_features(self) -> bool:
+        return self.settings.tip_later != "zero"
+
+    @property
+    def calibrates(self) -> bool:
+        return self.keeps_features and self.settings.tip_reject == "calibrated"
+
+    def measures_drift(self, task: int) -> bool:
+        return task > 0 and self.settings.tip_later == "drift"
+
+    def start_task(self, server: Server) -> Server:
+        """Return the server that keeps the weights with which the task begins, where drift is measured from these."""
+        if not self.measures_drift(server.task):
+            return server
+        return replace(server, knowledge={**server.knowledge, "before": server.weights})
+
+    def note_drift(self, server: Server, energies: dict[str, Tensor]) -> Server:
+        """Return the server that knows how far features have moved in the task, from sums over clients."""
+        tip = begin_knowledge(server)
+        drift = float((energies["moved"] / energies["size"]).sqrt()) if energies and energies["size"] else 0.0
+        return replace(server, knowledge={**server.knowledge, "tip": {**tip, "drifts": [*tip["drifts"], drift]}})
+
+    def remarks(self, knowledge: Any) -> list[str]:
+        """Return a line of the first task in which features moved by more than a tenth of their length."""
+        drifts = knowledge.get("tip", {}).get("drifts", [])
+        large = [(task, drift) for task, drift in enumerate(drifts, 1) if drift > 0.1]
+        return [
+            f"while task {task} was learned, features of its images moved by {100 * drift:.0f} % of their length. "
+            "Those of earlier tasks are moved alike to predict tasks, which is an estimate"
+            for task, drift in large[:1]
+        ]
 
     def router(self, server: Server) -> Router | None:
         return Router.from_tree(server.knowledge["tip"]) if "tip" in server.knowledge else None
@@ -158,59 +225,122 @@ class TaskIdentity:
         return {"references": Part("reference", outlines, "each" if self.votes else "sum")}
 
     def answer_references(self, client: Client, payload: Payload) -> Answer:
-        """Return omega [T, T], with a row for each task of which the client has a moment, and these rows: count [T]."""
+        """Return omega [T, T], with a row for each task of which the client has features, and these rows: count [T]."""
         by_task = payload["features"].tensors
         bases = [by_task[str(task)] for task in range(len(by_task))]
         omega, count = torch.zeros(len(bases), len(bases)), torch.zeros(len(bases))
-        for task, moment in client.memory["moments"].items():
-            omega[int(task)] = measure_reference(moment, bases)
+        release = self.settings.tip_rule == "release" and len(bases) > 2
+        for task, features in client.memory["features"].items():
+            omega[int(task)] = (average_batches if release else measure_reference)(features, bases)
             count[int(task)] = 1
         memory = client.memory
-        if self.settings.tip_later == "zero":
-            memory = {name: value for name, value in memory.items() if name != "moments"}
+        if not self.keeps_features:
+            memory = {name: value for name, value in memory.items() if name not in ("features", "labels")}
         return Answer({"references": {"omega": omega, "count": count}}, memory)
 
-    def remember(self, client: Client, features: LayerInputs) -> Memory:
-        """Return a client's memory with the second moment of this task's features, where it is to give references."""
-        if client.index not in self.choose_reference_clients(client.task):
-            return client.memory
-        moments = {**client.memory.get("moments", {}), str(client.task): compute_second_moment(features)}
-        return {**client.memory, "moments": moments}
+    def router_payload(self, server: Server, router: Router) -> Payload:
+        tensors = {"references": router.references, "known": router.has_reference.to(torch.uint8)}
+        return {
+            "weights": Part("weights", server.weights),
+            "router": Part("reference", tensors),
+            "features": Part("basis", {str(task): basis for task, basis in enumerate(router.bases)}),
+        }
+
+    def counts_form(self, task: int, round: int) -> Form:
+        return {"right": make_outline("count", {"routed": (len(MARGINS),), "all": (len(MARGINS),)}, torch.int64)}
+
+    def count_answers(self, client: Client, payload: Payload) -> Answer:
+        """Return how many stored features are answered right with routing and by all heads, by margin [MARGINS]."""
+        by_task, tensors = payload["features"].tensors, payload["router"].tensors
+        bases = tuple(by_task[str(task)] for task in range(len(by_task)))
+        router = Router(bases, tensors["references"], tensors["known"].bool(), self.settings.tip_rule)
+        spec, weights = self.run.spec(client.task + 1), payload["weights"].tensors
+        columns = Columns.of(spec, torch.device("cpu"))
+        masks = columns.mask_tasks(task.classes for task in self.run.splits.tasks[: len(bases)])
+        right = {name: torch.zeros(len(MARGINS), dtype=torch.int64) for name in ("routed", "all")}
+        for task, features in client.memory["features"].items():
+            heads = range(len(spec.head_labels))
+            logits = torch.cat(
+                [features @ weights[f"heads.{head}.weight"].T + weights[f"heads.{head}.bias"] for head in heads], dim=1
+            )
+            predicted = router.sample_scores(features).argmax(1)
+            places = torch.bucketize(router.sample_margins(features), MARGINS, right=True).sub(1).clamp(min=0)
+            for name, answers in (("routed", logits.masked_fill(~masks[predicted], -torch.inf)), ("all", logits)):
+                hits = columns.labels[answers.argmax(1)] == client.memory["labels"][task]
+                right[name] += torch.bincount(places[hits], minlength=len(MARGINS))
+        return Answer({"right": right}, client.memory)
+
+    def remember(
+        self, client: Client, load: Callable[[dict[str, Tensor]], Network], payload: Payload
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        """Return a client's memory with features of this task, and how far training has moved them: energies.
+
+        load: makes a network of weights. Where the payload has those that the task began with, earlier tasks' features
+        move too.
+        """
+        rows = client.rows.draw_some(STORED, client.generator("features"))
+        batches = list(self.run.batches.iterate_ordered(rows, BATCH))
+        features = compute_features(load(payload["weights"].tensors), batches)
+        stored, energies = dict(client.memory.get("features", {})), {}
+        if "before" in payload:
+            before = compute_features(load(payload["before"].tensors), batches)
+            stored = {task: move_features(A, before, features) for task, A in stored.items()}
+            moved, size = (X.square().sum(dtype=torch.float64) for X in (features - before, before))
+            energies = {"moved": moved, "size": size}
+        labels = dict(client.memory.get("labels", {}))
+        if client.index in self.choose_reference_clients(client.task):
+            stored[str(client.task)] = features
+            labels[str(client.task)] = torch.cat([batch.labels for batch in batches]).cpu()
+        memory = {**client.memory, "features": stored, "labels": labels} if stored else client.memory
+        return memory, energies
 
 
 def begin_knowledge(server: Server) -> dict[str, Any]:
     """Return the server's knowledge of tasks' features."""
-    knowledge: dict[str, Any] = server.knowledge.get("tip", {"clients": [], "bases": []})
+    knowledge: dict[str, Any] = server.knowledge.get("tip", {"clients": [], "bases": [], "drifts": []})
     return knowledge
 
 
-def compute_second_moment(features: LayerInputs) -> Tensor:
-    """Return M = A A^T / n [F, F] of features A [F, n], enough for eq. 10 on any basis; of wide ones A / sqrt(n)."""
-    A, gram = features.columns, features.gram
-    if A is not None and features.width > WIDE:
-        return A / features.count**0.5
-    total = gram if A is None else A.double() @ A.double().T
-    assert total is not None
-    return (total / features.count).float()
+@torch.no_grad()
+def compute_features(network: Network, batches: Sequence[Batch]) -> Tensor:
+    """Return the features [n, F] of batches, in evaluation mode, in main memory."""
+    return torch.cat([network.eval().backbone(batch.inputs).cpu() for batch in batches])
 
 
-def measure_reference(moment: Tensor, bases: Sequence[Tensor]) -> Tensor:
-    """Return omega_t = ||U_t^T A||_F / sqrt(n) = sqrt(tr(U_t^T M U_t)) on each basis: [T] (eq. 10).
+def move_features(A: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return features A [n, F] moved by A E, where E carries other features [m, F] from before to after training.
 
-    moment: M [F, F], or of wide features A / sqrt(n) [F, n].
+    E = before^T (before before^T + lambda I)^-1 (after - before), the ridge regression in its dual form.
     """
-    is_factor = len(moment) > WIDE
-    squares = torch.stack(
-        [
-            (moment.T @ U).square().sum() if is_factor else (U * (moment @ U)).sum()
-            for U in (basis.to(moment) for basis in bases)
-        ]
-    )
-    return squares.clamp(min=0).sqrt()
+    X, change = before.double(), (after - before).double()
+    gram = X @ X.T
+    gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + torch.finfo(torch.float64).tiny)
+    return (A.double() + (A.double() @ X.T) @ torch.linalg.solve(gram, change)).to(A.dtype)
+
+
+def measure_reference(features: Tensor, bases: Sequence[Tensor]) -> Tensor:
+    """Return omega_t = ||A U_t||_F / sqrt(n) of features A [n, F] on each basis: [T] (eq. 10)."""
+    return batch_relevance(relevance(features, bases)) / len(features) ** 0.5
+
+
+def average_batches(features: Tensor, bases: Sequence[Tensor]) -> Tensor:
+    """Return the mean over batches of 64 features [n, F] of unit vectors of relevance [T], the first entry 0."""
+    units = []
+    for batch in features.split(64):
+        lengths = batch_relevance(relevance(batch, bases))
+        lengths[0] = 0
+        units.append(torch.nn.functional.normalize(lengths, dim=0))
+    return torch.stack(units).mean(0)
+
+
+def find_least_margin(routed: Tensor, by_all: Tensor) -> float:
+    """Return the margin from which on routing answers most right, and all heads below, from counts by margin."""
+    right = by_all.cumsum(0) - by_all + routed.flip(0).cumsum(0).flip(0)
+    return float(MARGINS[int(right.argmax())]) if right.max() > by_all.sum() else 2 * float(MARGINS[-1])
 
 
 def merge_references(
-    before: dict[str, Any], clients: list[int], bases: list[Tensor], answers: dict[int, Bases]
+    before: dict[str, Any], clients: list[int], bases: list[Tensor], answers: dict[int, Bases], rule: str
 ) -> Router:
     """Return the router with each client's references: those that it has just sent, else its earlier ones."""
     references = torch.zeros(len(clients), len(bases), len(bases))
@@ -222,4 +352,4 @@ def merge_references(
         if client in answers:
             rows = answers[client]["count"] > 0
             references[place, rows], has_reference[place, rows] = answers[client]["omega"][rows], True
-    return Router(tuple(bases), references, has_reference)
+    return Router(tuple(bases), references, has_reference, rule)

@@ -319,7 +319,7 @@ def reference_of(X: np.ndarray, bases: list[Tensor]) -> list[float]:
     return [float(np.sqrt(((U.double().numpy().T @ X) ** 2).sum() / X.shape[1])) for U in bases]
 
 
-@pytest.mark.parametrize("later", ["moments", "zero"])
+@pytest.mark.parametrize("later", ["features", "zero"])
 def test_references_are_those_of_the_features_themselves(
     later: str, method_of: Callable, after_each_task: Callable, splits_of: Callable
 ) -> None:
@@ -346,12 +346,14 @@ def test_references_are_those_of_the_features_themselves(
         assert set(kept) == {1, 2, 3}  # only those that have the task's images are asked
         assert not any(kept.values())
     else:
-        assert {c: set(m["moments"]) for c, m in kept.items()} == {
+        assert {c: set(m["features"]) for c, m in kept.items()} == {
             c: {str(t) for t, client in MISSING if client == c} for c in range(4)
         }
-        assert all(
-            M.shape == (24, 24) and M.dtype == torch.float32 for m in kept.values() for M in m["moments"].values()
-        )
+        for client, memory in kept.items():
+            for task, features in memory["features"].items():
+                X = inputs_of(method, servers[int(task)], int(task), client)["features"]
+                assert_allclose(features, X.T, atol=1e-5)
+                assert len(memory["labels"][task]) == len(features) == MISSING[int(task), client]
 
 
 def test_a_tasks_basis_is_new_and_limited(method_of: Callable, federate: Callable, splits_of: Callable) -> None:
@@ -473,7 +475,7 @@ def test_voters_are_a_fixed_part_of_those_that_took_part(
             (client, t) for t in range(task + 1) for client in method.identity.choose_reference_clients(t)
         }
     asked = {client for question, client, *_ in method.answers if question == "references"}
-    kept = {client for _, client, _, _, memory in method.answers if "moments" in memory}
+    kept = {client for _, client, _, _, memory in method.answers if "features" in memory}
     assert kept == asked == set(method.identity.list_reference_clients(2))
     other = method_of(Recording, *MLP, splits=splits, tip_voters=2, seed=3)
     assert [

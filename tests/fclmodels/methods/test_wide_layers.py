@@ -15,8 +15,7 @@ from fclmodels.backbones.inputs.layer_inputs import LayerInputs
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
-from fclmodels.methods.parts import protected_subspace, task_identity
-from fclmodels.methods.parts.task_identity import compute_second_moment, measure_reference
+from fclmodels.methods.parts import protected_subspace
 from fclmodels.numerics import subspace
 from fclmodels.numerics.sketch import gaussian_sketch
 from fclmodels.numerics.subspace import extend, principal, rank_by_energy, residual
@@ -88,7 +87,7 @@ def test_many_columns_of_16384_inputs_and_a_basis_without_room_take_less_than_a_
 @pytest.fixture
 def narrow_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of 400 inputs is wide, and has room for 100 columns."""
-    for module in (subspace, layer_inputs, protected_subspace, task_identity):
+    for module in (subspace, layer_inputs, protected_subspace):
         monkeypatch.setattr(module, "WIDE", 50)
     monkeypatch.setattr(subspace, "LARGEST", 400 * 100)
 
@@ -148,16 +147,6 @@ def test_a_wide_basis_takes_the_longest_directions_that_it_has_room_for() -> Non
     expected = torch.linalg.svd(residual(D, basis), full_matrices=False).U[:, :30]
     torch.testing.assert_close(grown[:, 70:] @ grown[:, 70:].T, expected @ expected.T, atol=1e-4, rtol=0)
     assert extend(grown, D) is grown
-
-
-@pytest.mark.usefixtures("narrow_is_wide")
-def test_references_of_wide_features_are_those_of_their_second_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    X, bases = decaying(0, 400, 90), [torch.linalg.qr(decaying(seed, 400, 5)).Q for seed in (1, 2)]
-    wide = compute_second_moment(observe(X))
-    assert wide.numel() < 400 * 400
-    found = measure_reference(wide, bases)
-    monkeypatch.setattr(task_identity, "WIDE", 400)
-    torch.testing.assert_close(found, measure_reference(X @ X.T / 90, bases))
 
 
 @pytest.mark.usefixtures("narrow_is_wide")

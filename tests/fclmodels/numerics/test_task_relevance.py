@@ -1,5 +1,6 @@
 """TIP against a plain reading of FedProTIP's section 4.4 in NumPy, one sample and one client after another."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fclmodels.numerics.task_relevance import Router, batch_relevance, relevance, scores
+from fclmodels.numerics.task_relevance import Router, batch_relevance, compare, rate, relevance
 from fclmodels.storage import trees
+
+
+def scores(lengths: Tensor, references: Tensor, has_reference: Tensor) -> Tensor:
+    return rate(compare(lengths, references), has_reference)
 
 
 def bases_of(ranks: list[int], width: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -181,3 +186,41 @@ def test_a_router_comes_back_from_its_file(tmp_path: Path) -> None:
     assert trees.digest(again.to_tree()) == trees.digest(made.to_tree())
     features = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
     assert torch.equal(again.sample_scores(features), made.sample_scores(features))
+
+
+def test_a_sample_of_too_small_a_margin_is_not_routed() -> None:
+    """The margin is the best task's mean cosine less the next one's."""
+    bases = (torch.eye(3)[:, :1], torch.eye(3)[:, 1:2])
+    router = Router(bases, torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool), least_margin=0.5)
+    features = torch.tensor([[1.0, 0, 0], [0, 2, 0], [1, 1.01, 0], [3, 0.5, 9]])
+    margins = router.sample_margins(features)
+    lengths = features[:, :2] / features[:, :2].norm(dim=1, keepdim=True)
+    torch.testing.assert_close(margins.float(), (lengths[:, 0] - lengths[:, 1]).abs())
+    assert router.sample_scores(features).argmax(1).tolist() == [0, 1, 1, 0]
+    assert router.find_unsure(features).tolist() == [False, False, True, False]
+    assert not replace(router, least_margin=None).find_unsure(features).any()
+
+
+def test_the_releases_rule_is_the_mean_cosine_with_batches_without_the_first_entry() -> None:
+    """Of three tasks; references are means of unit vectors, so that they are shorter where batches differ."""
+    random = np.random.default_rng(0)
+    batches = random.gamma(1, size=(3, 5, 3))  # of each task five
+    batches[..., 0] = 0
+    units = batches / np.linalg.norm(batches, axis=-1, keepdims=True)
+    bases = bases_of([1, 1, 1], 3)
+    references = torch.from_numpy(units.mean(1))[None]
+    router = Router(bases, references, torch.ones(1, 3, dtype=torch.bool), rule="release")
+    features = torch.from_numpy(random.gamma(1, size=(6, 3)))
+    lengths = relevance(features, bases).numpy()[:, 1:]
+    lengths = lengths / np.linalg.norm(lengths, axis=1, keepdims=True)
+    mean_cosine = np.einsum("bt,sjt->bsj", lengths, units[..., 1:]).mean(-1)
+    assert router.sample_scores(features).argmax(1).tolist() == mean_cosine.argmax(1).tolist()
+
+
+def test_of_two_tasks_the_releases_rule_takes_the_nearer_length() -> None:
+    bases = (torch.eye(2)[:, :1], torch.eye(2)[:, 1:])
+    references = torch.tensor([[[9.0, 1.0], [9.0, 5.0]]])
+    router = Router(bases, references, torch.ones(1, 2, dtype=torch.bool), rule="release")
+    features = torch.tensor([[7.0, 0.2], [0.0, 2.9], [0.0, 3.1], [1.0, 8.0]])
+    assert router.sample_scores(features).argmax(1).tolist() == [0, 0, 1, 1]
+    assert router.batch_scores(features[2:]).argmax() == 1
