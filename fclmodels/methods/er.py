@@ -2,7 +2,7 @@
 
 Each local step descends the mean of two losses, of a batch and of as many random samples from the client's memory
 (replay_memory.py): (L(B) + L(B_M)) / 2. Both pass the network, and its batch normalisation, as one batch. In FOT
-clients store a number of samples of each task; here all tasks share one budget, as in a reservoir.
+clients store a number of samples of each task (`memory_of: each-task`); by default all tasks share one.
 """
 
 import torch

@@ -3,7 +3,7 @@
 Clients train as in FedAvg. FedProject: the server removes from their mean update the part that acts on the principal
 subspace of earlier tasks' layer inputs (eq. 5 to 7; protected_subspace.py). GPSE: after each task every client sends
 one Gaussian sketch of each layer's input outside that subspace (eq. 8, 9); leading directions of the sum join it (eq.
-12). Appendix H: under federation.privacy sketches are clipped and get noise, whose energy the server subtracts.
+12). Appendix H: under federation.privacy sketches are clipped and get noise; the server may subtract its energy.
 """
 
 from collections.abc import Mapping
@@ -83,6 +83,9 @@ class Fot(FedAvg):
         sketch_clip: PositiveFloat = Field(
             1.0, description="under federation.privacy: largest Frobenius norm of a client's sketch of a layer"
         )
+        sketch_denoise: bool = Field(
+            True, description="under federation.privacy: subtract the noise's energy (ours); false: appendix H as it is"
+        )
 
     settings: Settings
 
@@ -103,8 +106,8 @@ class Fot(FedAvg):
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
-        if (self.settings.gpse, self.settings.rank_rule) != ("global", "total-energy"):
-            return Obstacle("covers sketches by noise under gpse: global and rank_rule: total-energy", "Set these")
+        if self.settings.gpse != "global":
+            return Obstacle("covers sketches by noise under gpse: global", "Set this")
         return None
 
     def remarks(self, knowledge: Any) -> list[str]:
@@ -137,7 +140,8 @@ class Fot(FedAvg):
         directions, spectra = {}, {}
         for name, sketch in sums["sketch"].items():
             U, sigma = principal(sketch)
-            sigma, share = self.denoise(name, sigma, sums) if self.is_private else self.measure(name, sigma, sums)
+            read = self.read_noisy if self.is_private else self.measure
+            sigma, share = read(name, sigma, sums)
             spectra[name] = sigma
             rank = RANK_RULES[self.settings.rank_rule](sigma, share, threshold)
             directions[name] = U[:, : self.subspace.limit_rank(rank, server.knowledge["bases"][name])]
@@ -213,10 +217,17 @@ class Fot(FedAvg):
             "share": {name: share_outside(energy) for name, energy in sketches["energy"].items()},
         }
 
-    def denoise(self, name: str, sigma: Tensor, sums: dict[str, Any]) -> tuple[Tensor, float]:
-        """Return singular values less the noise's energy, and the mean share over clients expected to join."""
+    def read_noisy(self, name: str, sigma: Tensor, sums: dict[str, Any]) -> tuple[Tensor, float]:
+        """Return singular values, less the noise's energy where that is set, and the mean share as in `measure`.
+
+        The mean is over clients expected to join.
+        """
         expected = sums["clients"] * self.run.params.federation.privacy.sample_rate
         share = min(max(float(sums["share"][name]) / expected, 0.0), 1.0)
+        if self.settings.rank_rule != "total-energy":
+            share **= 0.5
+        if not self.settings.sketch_denoise:
+            return sigma, share
         return remove_noise(sigma, sums["sketch"][name].shape, sums["noise"]), share
 
     # The release's GPSE: sketches of the last round's clients, on the models that they have just trained.

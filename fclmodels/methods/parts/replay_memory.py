@@ -2,8 +2,11 @@
 
 memory: `samples`, prepared pixels [m, C, H, W] or token ids, with their labels [m] and tasks [m]; `seen`, the number of
 samples that the client has had. A task's samples arrive once, when it has ended; reservoir sampling makes the memory a
-uniform sample of all samples so far, whichever tasks the client missed. It never leaves the client.
+uniform sample of all samples so far, whichever tasks the client missed. With `memory_of: each-task` each task adds as
+many samples of its own, so that the memory grows. It never leaves the client.
 """
+
+from typing import Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -27,6 +30,10 @@ class Replaying(FedAvg):
 
     class Settings(FedAvg.Settings):
         memory: PositiveInt = Field(20, le=1_000_000, description="samples of earlier tasks that each client keeps")
+        memory_of: Literal["all-tasks", "each-task"] = Field(
+            "all-tasks",
+            description="whether all tasks share that number, as in a reservoir, or each adds it (FOT)",
+        )
 
     settings: Settings
 
@@ -41,7 +48,13 @@ class Replaying(FedAvg):
     def store_samples(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with samples of the task; the answer itself is empty."""
         before, arriving = client.memory.get("seen", 0), len(client.rows)
-        places = reservoir(before, arriving, self.settings.memory, client.generator("reservoir"))
+        random, most = client.generator("reservoir"), self.settings.memory
+        if self.settings.memory_of == "each-task":
+            old = unpack_samples(client.memory)
+            stored = 0 if old is None else len(old.labels)
+            places = torch.cat([torch.arange(stored), stored + reservoir(0, arriving, most, random)])
+        else:
+            places = reservoir(before, arriving, most, random)
         samples = pack_samples(select_samples(client, places))
         return Answer({}, {**client.memory, **samples, "seen": before + arriving})
 

@@ -95,7 +95,7 @@ def test_the_mean_share_is_over_the_clients_that_were_expected(
     """Of four clients, each of which joins at this rate."""
     method = method_of(Fot, f"{Z}=1", UNIFORM, f"federation.privacy.sample_rate={rate}")
     sums = {"sketch": {"a": torch.zeros(3, 5)}, "share": {"a": torch.tensor(shares)}, "noise": 6.0, "clients": 4}
-    denoised, share = method.denoise("a", torch.tensor([20.0, 15.0, 13.0]), sums)
+    denoised, share = method.read_noisy("a", torch.tensor([20.0, 15.0, 13.0]), sums)
     assert share == mean
     assert denoised.square().tolist() == pytest.approx([400 - 5 * 36, 225 - 5 * 36 - 11, 0], abs=1e-3)
 
@@ -117,3 +117,17 @@ def test_coins_leave_the_subspace_of_those_who_joined(method_of: Callable, feder
     alone = (f"{Z}=1e-9", "federation.privacy.covers=knowledge", "federation.privacy.sample_rate=0.5")
     ranks = federate(method_of(Fot, *alone, threshold=0.8, sketch_clip=1e5), 1).knowledge["ranks"]
     assert all(rank[0] > 0 for rank in ranks.values())
+
+
+@pytest.mark.parametrize("rule", ["total-energy", "paper", "release"])
+def test_noise_that_is_not_subtracted_fills_the_bases(rule: str, method_of: Callable, federate: Callable) -> None:
+    """Appendix H's noise for epsilon 5, delta 1e-5 and clip 1: 0.685 in each number of the sum, whatever C."""
+    std = (np.log(1.25e5) / 25) ** 0.5
+    assert std == pytest.approx(0.685, abs=1e-3)
+    noise = (f"{Z}={std / 6**0.5}", "federation.privacy.covers=knowledge")
+    ranks = {}
+    for denoise in (True, False):
+        method = method_of(Fot, *noise, rank_rule=rule, threshold=0.9, budget=1.0, sketch_denoise=denoise)
+        ranks[denoise] = sum(rank[0] for rank in federate(method, 1).knowledge["ranks"].values())
+    assert ranks[False] > 0.5 * (36 + 12 + 12)
+    assert ranks[True] < 0.5 * ranks[False]

@@ -287,7 +287,7 @@ def test_noise_is_the_same_in_workers_and_after_an_interruption(
     [
         ("fedavg", (), r"federation\.weighting: samples tells"),
         ("fot", (UNIFORM, "methods.fot.gpse=local"), r"methods\.fot covers sketches by noise under gpse: global"),
-        ("fot", (UNIFORM, "methods.fot.rank_rule=release"), r"methods\.fot covers .* rank_rule: total-energy"),
+        ("fot", (UNIFORM, "methods.fot.profile=release"), r"methods\.fot covers .* gpse: global"),
         ("fedprotip", (UNIFORM,), r"methods\.fedprotip sends bases"),
         ("pip-dualp", (UNIFORM, "methods.pip-dualp.pooled=omega"), r"weighs prototypes by omega"),
         ("pip-dualp", (UNIFORM, "methods.pip-dualp.omega=participation"), r"weighs clients by participation"),

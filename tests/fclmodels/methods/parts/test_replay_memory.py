@@ -240,3 +240,12 @@ def test_old_tasks_are_forgotten_less(
         features = network.backbone(batch.inputs)
         losses.append(method.cross_entropy_by_task(network, features, batch.labels, batch.tasks).item())
     assert losses[1] < share * losses[0]
+
+
+def test_each_task_adds_samples_of_its_own(method_of: Callable, splits_of: Callable, federate: Callable) -> None:
+    """FOT, F.4: one sample a client and task. What is stored stays."""
+    method = method_of(Recording, splits=splits_of(tasks=3), memory=2, memory_of="each-task")
+    federate(method)
+    stored = [unpack_samples(method.memories[task, 1]) for task in range(3)]
+    assert [samples.tasks.tolist() for samples in stored] == [[0, 0], [0, 0, 1, 1], [0, 0, 1, 1, 2, 2]]
+    assert torch.equal(stored[2].inputs[:4], stored[1].inputs)
