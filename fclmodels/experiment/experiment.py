@@ -230,11 +230,11 @@ class Experiment:
             objects = self._store_state(server, cohort.memories)
             objects |= self._store_tables(checkpoints)
             objects["knowledge"] = self.store.put(server.knowledge)
-            if self.params.monitors.used_share:
-                from fclmodels.federation.monitors.used_share import measure_used_shares
+            if self.params.monitors.used_share or self.params.monitors.drift:
+                from fclmodels.federation.monitors.used_share import measure_subspaces
 
-                shares = measure_used_shares(server.knowledge.get("bases", {}), step.task)
-                objects["monitors"] = self.store.put_table(shares)
+                rows = measure_subspaces(server.knowledge, step.task, self.params.monitors)
+                objects["monitors"] = self.store.put_table(rows)
             return objects, time.perf_counter() - started
         finally:
             checkpoints.close()

@@ -151,7 +151,7 @@ class MonitorSettings(Settings):
     drift: bool = Field(
         False,
         description="distance of the model from the one that the previous task left; where the server anchors to that, "
-        "also an oracle's bound of it (SPECIAL Lemma 4.9)",
+        "also an oracle's bound of it (SPECIAL Lemma 4.9); also how far features moved (FedProTIP)",
     )
     conflicts: bool = Field(
         False,

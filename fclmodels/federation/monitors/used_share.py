@@ -1,10 +1,17 @@
-"""How much of their input spaces the bases of protected layers span (FOT Table 3, Figure 7)."""
+"""How much of their input spaces the bases of protected layers span (FOT Table 3, Figure 7), and how features moved.
+
+feature_drift: ||X_new - X_old|| / ||X_old|| of a task's features X between its begin and its end, over all clients that
+keep features (FedProTIP's TIP): what the accuracy of predicted tasks should be read beside.
+"""
+
+from typing import Any
 
 import polars as pl
 from torch import Tensor
 
 from fclmodels.federation.monitors.rows import make_row, make_table
 from fclmodels.numerics.subspace import used_share
+from fclmodels.settings.schema import MonitorSettings
 
 
 def measure_used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
@@ -13,3 +20,12 @@ def measure_used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
     if shares:
         shares[None] = sum(shares.values()) / len(shares)
     return make_table([make_row("used_share", task, share, layer=layer) for layer, share in shares.items()])
+
+
+def measure_subspaces(knowledge: dict[str, Any], task: int, monitors: MonitorSettings) -> pl.DataFrame:
+    """Return the rows of what the server knows after a task, of those monitors that are on."""
+    tables = [measure_used_shares(knowledge.get("bases", {}), task)] if monitors.used_share else []
+    drifts = knowledge.get("tip", {}).get("drifts", [])
+    if monitors.drift and drifts:
+        tables.append(make_table([make_row("feature_drift", task, drifts[-1])]))
+    return pl.concat([make_table([]), *tables])

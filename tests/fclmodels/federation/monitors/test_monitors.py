@@ -35,6 +35,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.gpm import Gpm
+from fclmodels.storage import trees
 from fclmodels.tables import ROUNDS
 
 ON = ("monitors.used_share=true", "monitors.gradients=true", "monitors.every=1")
@@ -409,3 +410,15 @@ def test_a_model_that_is_not_the_same_for_all_is_refused(experiment_of: MakeExpe
     with pytest.raises(UserError, match=r"monitors\.gradients: fedavg") as error:
         experiment.run(tmp_path / "run")
     assert "\n" not in str(error.value)
+
+
+def test_features_drift_beside_task_prediction(experiment_of: MakeExperiment, tmp_path: Path) -> None:
+    """As the server knows it; nothing of a method without features."""
+    experiment_of("monitors.drift=true", method="fedprotip").run(tmp_path / "run")
+    rows = pl.read_parquet(tmp_path / "run" / "monitors.parquet").filter(pl.col("monitor") == "feature_drift")
+    knowledge = trees.load(max((tmp_path / "run" / "knowledge").glob("task-*")))
+    assert rows["task"].to_list() == [0, 1]
+    assert rows["value"].to_list() == pytest.approx(knowledge["tip"]["drifts"])
+    assert rows["value"][1] > 0
+    experiment_of("monitors.drift=true", method="fot").run(tmp_path / "fot")
+    assert "feature_drift" not in pl.read_parquet(tmp_path / "fot" / "monitors.parquet")["monitor"].to_list()
