@@ -61,11 +61,11 @@ def describe_other_figures(groups: Iterable[Group]) -> list[str]:
 
 
 def describe_changes(groups: Iterable[Group]) -> list[str]:
-    """Return a sentence for each group whose settings are not its preset's, so that the paper's figures are not its."""
+    """Return a sentence for each group whose settings are not its preset's, nor those of another table of the paper."""
     texts = []
     for group in groups:
-        preset = group.runs[0].result.preset
-        if preset and preset.changes:
+        run, preset = group.runs[0], group.runs[0].result.preset or PresetSettings()
+        if preset.changes and not _match_figures(run, preset):
             changes = ", ".join(f"{name} {own} (there {theirs})" for name, (own, theirs) in preset.changes.items())
             texts.append(f"{group.label} differs from the paper's setting, {preset.name}, in: {changes}.")
     return texts

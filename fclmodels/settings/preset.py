@@ -14,7 +14,7 @@ LAST_BITS = ("federation.threads", "device", "data.root")  # of no weight beside
 UNITS = {  # of all that a paper may give a figure of
     **dict.fromkeys(("acc", "ft", "fgt", "bwt", "af", "pd", "avg", "learning_acc", "worst_drop", "tip_acc"), "%"),
     "forgetting": "%",  # by a formula that the paper does not give
-    **dict.fromkeys(("used_share", "local_acc", "global_acc"), "%"),
+    "used_share": "%",
     **dict.fromkeys(("mb_up", "mb_down"), "MB"),  # of a client in a round
     **dict.fromkeys(("mb_end_up", "mb_end_down"), "MB"),  # of a client at a task's end
     "mb_total": "MB",  # of a client that takes part in each round so far, both ways

@@ -33,7 +33,9 @@ EMBED = 256  # samples that pass the network at once
 class CoresetSettings(BaseSettings):
     budget: PositiveInt = Field(20, le=100_000, description="samples of each class that a client keeps")
     selection: Literal["herding", "random"] = Field(
-        "herding", description="of a class's samples: one by one towards the prototype; random: without looking"
+        "herding",
+        description="of a class's samples: one by one towards the prototype (ours: Algorithm 2's weights say nothing "
+        "of a new class); random: without looking",
     )
     returning: Literal["share", "restyle"] = Field(
         "share",
