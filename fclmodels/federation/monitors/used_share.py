@@ -1,7 +1,7 @@
 """How much of their input spaces the bases of protected layers span (FOT Table 3, Figure 7), and how features moved.
 
 feature_drift: ||X_new - X_old|| / ||X_old|| of a task's features X between its begin and its end, over all clients that
-keep features (FedProTIP's TIP): what the accuracy of predicted tasks should be read beside.
+move features (FedProTIP's TIP, `tip_later: drift`): what the accuracy of predicted tasks should be read beside.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def measure_used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
 def measure_subspaces(knowledge: dict[str, Any], task: int, monitors: MonitorSettings) -> pl.DataFrame:
     """Return the rows of what the server knows after a task, of those monitors that are on."""
     tables = [measure_used_shares(knowledge.get("bases", {}), task)] if monitors.used_share else []
-    drifts = knowledge.get("tip", {}).get("drifts", [])
-    if monitors.drift and drifts:
-        tables.append(make_table([make_row("feature_drift", task, drifts[-1])]))
+    drift = (knowledge.get("tip", {}).get("drifts") or [None])[-1]  # None: not measured
+    if monitors.drift and drift is not None:
+        tables.append(make_table([make_row("feature_drift", task, drift)]))
     return pl.concat([make_table([]), *tables])

@@ -173,15 +173,15 @@ class TaskIdentity:
         return replace(server, knowledge={**server.knowledge, "before": server.weights})
 
     def note_drift(self, server: Server, energies: dict[str, Tensor]) -> Server:
-        """Return the server that knows how far features have moved in the task, from sums over clients."""
+        """Return the server that knows how far features moved in the task, from sums over clients; None: unknown."""
         tip = begin_knowledge(server)
-        drift = float((energies["moved"] / energies["size"]).sqrt()) if energies and energies["size"] else 0.0
+        drift = float((energies["moved"] / energies["size"]).sqrt()) if energies and energies["size"] else None
         return replace(server, knowledge={**server.knowledge, "tip": {**tip, "drifts": [*tip["drifts"], drift]}})
 
     def remarks(self, knowledge: Any) -> list[str]:
         """Return a line of the first task in which features moved by more than a tenth of their length."""
         drifts = knowledge.get("tip", {}).get("drifts", [])
-        large = [(task, drift) for task, drift in enumerate(drifts, 1) if drift > 0.1]
+        large = [(task, drift) for task, drift in enumerate(drifts, 1) if drift is not None and drift > 0.1]
         return [
             f"while task {task} was learned, features of its images moved by {100 * drift:.0f} % of their length. "
             "Those of earlier tasks are moved alike to predict tasks, which is an estimate"

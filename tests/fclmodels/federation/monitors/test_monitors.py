@@ -413,12 +413,15 @@ def test_a_model_that_is_not_the_same_for_all_is_refused(experiment_of: MakeExpe
 
 
 def test_features_drift_beside_task_prediction(experiment_of: MakeExperiment, tmp_path: Path) -> None:
-    """As the server knows it; nothing of a method without features."""
+    """As the server knows it; nothing where it is not measured: in the first task, or without moved features."""
     experiment_of("monitors.drift=true", method="fedprotip").run(tmp_path / "run")
     rows = pl.read_parquet(tmp_path / "run" / "monitors.parquet").filter(pl.col("monitor") == "feature_drift")
     knowledge = trees.load(max((tmp_path / "run" / "knowledge").glob("task-*")))
-    assert rows["task"].to_list() == [0, 1]
-    assert rows["value"].to_list() == pytest.approx(knowledge["tip"]["drifts"])
-    assert rows["value"][1] > 0
-    experiment_of("monitors.drift=true", method="fot").run(tmp_path / "fot")
-    assert "feature_drift" not in pl.read_parquet(tmp_path / "fot" / "monitors.parquet")["monitor"].to_list()
+    none, drift = knowledge["tip"]["drifts"]
+    assert none is None
+    assert rows.select("task", "value").rows() == [(1, pytest.approx(drift))]
+    assert drift > 0
+    for method, settings in (("fot", ()), ("fedprotip", ("methods.fedprotip.tip_later=features",))):
+        folder = tmp_path / f"{method} without"
+        experiment_of("monitors.drift=true", *settings, method=method).run(folder)
+        assert "feature_drift" not in pl.read_parquet(folder / "monitors.parquet")["monitor"].to_list()
