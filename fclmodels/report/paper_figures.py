@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 from fclmodels.report.comparison import METRICS
@@ -37,7 +38,7 @@ class Figure(NamedTuple):
         if name not in self.values:
             return "–"
         numbers = [self.values[column] for column in (name, f"{name}_std") if column in self.values]
-        return " ± ".join(f"{value:.{self.decimals[name]}f}" for value in numbers).replace("-", "−")
+        return " ± ".join(f"{value:.{self.decimals[_drop_suffixes(name)]}f}" for value in numbers).replace("-", "−")
 
 
 def collect_figures(groups: Iterable[Group]) -> dict[str | None, list[Figure]]:
@@ -54,10 +55,21 @@ def describe_other_figures(groups: Iterable[Group]) -> list[str]:
     """Return a line for each of the papers' figures of these runs that a comparison has no column for."""
     lines = []
     for figure in (figure for figures in collect_figures(groups).values() for figure in figures):
-        names = [name for name in figure.values if not name.endswith("_std") and name not in METRICS]
-        texts = [f"{_name_quantity(name)} {figure.text(name)} {find_unit(name)}".rstrip() for name in names]
-        lines += [f"paper: {figure.title}: {', '.join(texts)}."] if texts else []
+        text = describe_others(figure)
+        lines += [f"paper: {figure.title}: {text}."] if text else []
     return lines
+
+
+def describe_others(figure: Figure) -> str:
+    """Return a row's figures that a comparison has no column for, with their units; those after each task together."""
+    names = [name for name in figure.values if not name.endswith("_std") and name not in METRICS]
+    texts = []
+    for quantity, group in groupby(names, key=lambda name: name.partition("_after_")[0]):
+        same = list(group)
+        after = f" after tasks {same[0].rpartition('_')[2]} to {same[-1].rpartition('_')[2]}" if len(same) > 1 else ""
+        numbers = ", ".join(figure.text(name) for name in same)
+        texts.append(f"{_name_quantity(quantity if after else same[0])}{after} {numbers} {find_unit(same[0])}".rstrip())
+    return "; ".join(texts)
 
 
 def describe_changes(groups: Iterable[Group]) -> list[str]:
@@ -103,19 +115,24 @@ def _match_figures(run: RunFolder, preset: PresetSettings) -> list[Figure]:
     return [figure for figure in figures if figure.table.where or figure.table.reading not in special]
 
 
+def _drop_suffixes(column: str) -> str:
+    """Return the quantity of a column: without `_std`, and without `_after_3`."""
+    return column.removesuffix("_std").partition("_after_")[0]
+
+
 def _name_quantity(name: str) -> str:
     return name.replace("_", " ")
 
 
 def _count_decimals(preset: PresetSettings, name: str) -> dict[str, int]:
-    """Return, for each column of the paper's table of this name, the most decimals that a figure of it needs."""
+    """Return, for each quantity in the paper's table of this name, the most decimals that a figure of it needs."""
     decimals: dict[str, int] = {}
     for table in (table for table in preset.figures if table.table == name):
         for row in table.rows.values():
             for column, value in zip(table.columns, row, strict=True):
                 digits = repr(value or 0.0).removesuffix(".0").partition(".")[2]
-                base = column.removesuffix("_std")
-                decimals[base] = max(decimals.get(base, 0), len(digits))
+                quantity = _drop_suffixes(column)
+                decimals[quantity] = max(decimals.get(quantity, 0), len(digits))
     return decimals
 
 

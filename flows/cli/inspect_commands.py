@@ -116,7 +116,7 @@ def list_presets(
 ) -> None:
     """List the presets with their papers' figures; `fcl preset NAME` runs one."""
     from fclmodels.plugins import load_all
-    from flows.cli.preset_list import PRESETS, list_figures, load_presets, summarize_preset
+    from flows.cli.preset_list import PRESETS, list_accuracies, list_others, load_presets, summarize_preset
 
     presets = load_presets()
     blocks = [(p, e) for p, e in presets if name in (None, p.name)]
@@ -125,10 +125,13 @@ def list_presets(
     if json:
         terminal.print_json([p.model_dump(mode="json") | e.model_dump(mode="json") for p, e in blocks])
     elif name is not None:
-        rows = list_figures(blocks[0][0])
-        terminal.print_table(rows, title=f"{name}: {blocks[0][0].paper}, in %")
-        if others := sorted({row["method"] for row in rows} - set(load_all("method"))):
-            terminal.tell(f"methods of the paper that fclflow does not have: {', '.join(others)}")
+        preset = blocks[0][0]
+        terminal.print_table(list_accuracies(preset), title=f"{name}: {preset.paper}, in %")
+        if others := list_others(preset):
+            terminal.print_table(others, title="its other figures")
+        methods = {method for table in preset.figures for method in table.rows}
+        if missing := sorted(methods - set(load_all("method"))):
+            terminal.tell(f"methods of the paper that fclflow does not have: {', '.join(missing)}")
     else:
         for paper, of_paper in groupby(blocks, key=lambda block: block[0].paper):
             terminal.print_table([summarize_preset(*block) for block in of_paper], title=paper)

@@ -5,6 +5,8 @@ from textwrap import shorten
 from typing import Any
 
 from fclmodels.errors import UserError, suggest_name
+from fclmodels.report.comparison import METRICS
+from fclmodels.report.paper_figures import Figure, describe_others, list_figures
 from fclmodels.settings.load import load_preset
 from fclmodels.settings.preset import PaperTable, PresetSettings
 from fclmodels.settings.schema import ExperimentSettings
@@ -36,15 +38,32 @@ def summarize_preset(preset: PresetSettings, experiment: ExperimentSettings) -> 
     return {"preset": preset.name, "the paper's": figure, "needs": shorten(needs, 30, placeholder=" ...")}
 
 
-def list_figures(preset: PresetSettings) -> list[dict[str, Any]]:
-    """Return all figures of its paper, a row for each method of each table."""
-    columns = list(dict.fromkeys(column for table in preset.figures for column in table.columns))
+def list_accuracies(preset: PresetSettings) -> list[dict[str, Any]]:
+    """Return the paper's figures that a comparison has columns for, a row for each method of each table, in %."""
+    rows = [row for row in list_rows(preset) if row.has_metrics]
+    names = dict.fromkeys(name for row in rows for name in row.values if name.removesuffix("_std") in METRICS)
     return [
-        {"table": table.table, "reading": table.reading, "where": format_conditions(table), "method": method}
-        | {column: dict(zip(table.columns, values, strict=True)).get(column) for column in columns}
-        for table in preset.figures
-        for method, values in table.rows.items()
+        {"table": row.table.table, "reading": row.table.reading, "where": format_conditions(row.table)}
+        | {"method": row.method}
+        | {name: row.values.get(name) for name in names}
+        for row in rows
     ]
+
+
+def list_others(preset: PresetSettings) -> list[dict[str, Any]]:
+    """Return the paper's other figures, such as bytes and seconds, a row for each method of each table."""
+    return [
+        {"table": row.table.table, "where": format_conditions(row.table), "method": row.method, "figures": figures}
+        for row in list_rows(preset)
+        if (figures := describe_others(row))
+    ]
+
+
+def list_rows(preset: PresetSettings) -> list[Figure]:
+    """Return each row of the paper's tables, in their order."""
+    methods = dict.fromkeys(method for table in preset.figures for method in table.rows)
+    by_method = {method: iter(list_figures(preset, method)) for method in methods}
+    return [next(by_method[method]) for table in preset.figures for method in table.rows]
 
 
 def format_conditions(table: PaperTable) -> str:

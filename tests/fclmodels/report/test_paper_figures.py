@@ -83,10 +83,12 @@ def test_a_table_of_another_setting_stands_beside_runs_with_just_that(tmp_path):
 def test_figures_of_other_kinds_have_their_units(tmp_path):
     bytes_of_it = {"table": "Table 9", "columns": ["mb_up", "used_share"], "rows": {"fot": [9.794, 62.18]}}
     of_tasks = {"table": "Table 4", "reading": "task_aware", "columns": ["task_1", "acc"], "rows": {"fot": [98.5, 90]}}
-    preset = {"name": "one", "figures": [bytes_of_it, of_tasks]}
+    after = {"table": "Table 5", "columns": ["mb_end_up_after_1", "mb_end_up_after_2"], "rows": {"fot": [5.5, 11]}}
+    preset = {"name": "one", "figures": [bytes_of_it, of_tasks, after]}
     groups = group_runs(read_runs([write_run(tmp_path / "fot", "fot", 0, tasks=2, preset=preset)]))
     assert describe_other_figures(groups) == [
-        "paper: fot, Table 9: mb up 9.794 MB, used share 62.18 %.",
+        "paper: fot, Table 9: mb up 9.794 MB; used share 62.18 %.",
+        "paper: fot, Table 5: mb end up after tasks 1 to 2 5.5, 11.0 MB.",
         "paper: fot, Table 4: task 1 98.5 %.",
     ]
 
@@ -106,7 +108,7 @@ def test_figures_after_a_task_and_those_that_the_paper_lacks(tmp_path):
     preset = {"name": "one", "figures": [of_tasks | {"rows": {"fot": [None, 97.8, 11_700_000]}}]}
     groups = group_runs(read_runs([write_run(tmp_path / "fot", "fot", 0, tasks=2, preset=preset)]))
     assert describe_other_figures(groups) == [
-        "paper: fot, Table 14: tip acc after 3 97.8 %, parameters 11700000 parameters."
+        "paper: fot, Table 14: tip acc after 3 97.8 %; parameters 11700000 parameters."
     ]
 
 
