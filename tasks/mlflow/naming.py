@@ -52,7 +52,10 @@ def name_metrics(summary: dict[str, dict[str, float | None]]) -> dict[str, float
 
 
 def flatten_params(settings: dict[str, Any], method: str, seed: int) -> dict[str, str]:
-    """Return the settings that are not None under dotted names: the method's as `settings.`, machine's as `system.`"""
+    """Return the settings that are not None under dotted names: the method's as `settings.`, machine's as `system.`
+
+    The seeds of stream and partition are left out where they follow the run's: MLflow shows each that differs.
+    """
     settings = dict(settings)
     federation = dict(settings.pop("federation", {}))
     system = {name: federation.pop(name) for name in SYSTEM_SETTINGS if name in federation}
@@ -63,7 +66,7 @@ def flatten_params(settings: dict[str, Any], method: str, seed: int) -> dict[str
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in flatten_settings(params).items()
-        if value is not None
+        if value is not None and not (name in ("stream.seed", "partition.seed") and value == seed)
     }
 
 

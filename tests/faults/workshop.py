@@ -262,7 +262,7 @@ def read_tracked(database: Path, method: str) -> list[dict[str, Any]]:
                 "status": select("select status from runs where run_uuid = ?", run),
                 "metrics": select(
                     "select key, step, value from metrics "
-                    "where run_uuid = ? and key not like '%seconds%' order by key, step",
+                    "where run_uuid = ? and key not like '%seconds%' and key not like '%peak_%' order by key, step",
                     run,
                 ),
                 "models": select("select status from logged_models where source_run_id = ?", run),

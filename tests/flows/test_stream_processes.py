@@ -126,7 +126,7 @@ def read_run(client: MlflowClient, run: Run) -> dict[str, Any]:
         "params": run.data.params,
         "tags": {name: run.data.tags[name] for name in ("method", "seed", "fcl.identity", "fcl.learned")},
         "curves": {
-            name: [(m.step, None if name.endswith("seconds") else m.value) for m in metrics]
+            name: [(m.step, None if name.endswith("seconds") or "peak_" in name else m.value) for m in metrics]
             for name, metrics in history.items()
         },
         "models": [str(model.status) for model in models],

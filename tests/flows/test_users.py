@@ -31,7 +31,7 @@ def learned(clone: Callable[[Path], Path], tool: Tool, tmp_path_factory: pytest.
     assert "  - joint\n" in settings
     (folder / "params.yaml").write_text(settings.replace("  - joint\n", ""))
     assert list_stages_run(tool(folder, "dvc", "repro")) == {
-        *("prepare", "partition", "experiment@fedavg-0", "experiment@fedprox-0", "report")
+        *("prepare", "partition@0", "experiment@fedavg-0", "experiment@fedprox-0", "report")
     }
     tool(folder, "git", "add", ".")
     tool(folder, "git", "commit", "-qm", "results")

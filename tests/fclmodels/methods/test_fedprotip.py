@@ -546,7 +546,7 @@ def test_tip_tells_tasks_of_different_images_apart(
 
 VARIANTS = {
     "default": (),
-    "release": ("rank_rule=total-energy", "union=sequential", "tip_later=zero", "vectors=trained"),
+    "release": ("profile=release", "tip_later=zero", "vectors=trained"),
     "sums": ("exchange=sketch", "tip_reference=mean", "projection=global", "tip_voters=2"),
 }
 
