@@ -237,7 +237,7 @@ def damage_cache_entry(scene: Scene) -> str:
 
 
 def damage_manifest(scene: Scene) -> str:
-    return _damage_data(scene, "splits", ["manifest.parquet", "stream.json", "made-from.json", "statistics.json"])
+    return _damage_data(scene, "splits/0", ["manifest.parquet", "stream.json", "made-from.json", "statistics.json"])
 
 
 def damage_prepared(scene: Scene) -> str:

@@ -143,7 +143,7 @@ class Splits:
             return cls(folder, facts, manifest, _map_samples(folder, facts, int(manifest["sample"].to_numpy().max())))
         except UNREADABLE as problem:
             reason = str(problem).partition("\n")[0]
-            raise UserError(f"{folder} cannot be read ({reason}). Make it again: fcl partition.") from problem
+            raise UserError(f"{folder} cannot be read ({reason}). Make it again: {name_command(folder)}.") from problem
 
     def read_files(self) -> dict[str, bytes]:
         """Read the files, by name, of a folder with these splits and their samples, which `open` needs elsewhere."""
@@ -266,6 +266,11 @@ def find_samples_file(folder: Path, facts: dict) -> Path:
     return folder / facts["prepared"] / find_kind(facts["shape"]).file
 
 
+def name_command(folder: Path) -> str:
+    """Return the command that makes these splits: those of a seed lie in a folder of its number."""
+    return f"fcl partition --seed {folder.name}" if folder.name.isdecimal() else "fcl partition"
+
+
 def _map_samples(folder: Path, facts: dict, last: int) -> Tensor:
     """Memory-map the prepared images or token ids: a sample is read from disk when a batch needs it."""
     kind, path = find_kind(facts["shape"]), find_samples_file(folder, facts)
@@ -277,7 +282,9 @@ def _map_samples(folder: Path, facts: dict, last: int) -> Tensor:
         reason = str(problem).partition("\n")[0]
         raise UserError(f"{path} cannot be read ({reason}). Make it again: fcl prepare.") from problem
     if digest != facts["prepared_digest"]:
-        raise UserError(f"{folder} was split from other data than {path.parent} holds. Make it again: fcl partition.")
+        raise UserError(
+            f"{folder} was split from other data than {path.parent} holds. Make it again: {name_command(folder)}."
+        )
     if images.dtype != kind.dtype or images.shape[1:] != tuple(facts["shape"]) or len(images) <= last:
         raise UserError(
             f"{path} holds {images.dtype} {images.shape}, which does not fit its splits. Make it again: fcl prepare."

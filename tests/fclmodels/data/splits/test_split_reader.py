@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from fclmodels.data.splits.split_reader import Rows, Splits
+from fclmodels.data.splits.split_reader import Rows, Splits, name_command
 from fclmodels.errors import UserError
 
 UNEVEN = {(0, 0): 1, (0, 1): 5, (0, 3): 2, (1, 0): 3, (1, 2): 4}  # client 2 misses task 0; 1 and 3 miss task 1
@@ -180,3 +180,8 @@ def test_a_manifest_that_was_edited_is_refused(own_splits: Callable[..., Splits]
     pl.read_parquet(path).with_columns(client=pl.lit(0, pl.Int32)).write_parquet(path)
     with pytest.raises(UserError, match=r"do not match their digest.*fcl partition"):
         Splits.open(splits.folder)
+
+
+def test_the_command_that_makes_splits_names_their_seed() -> None:
+    assert name_command(Path("data/splits/3")) == "fcl partition --seed 3"
+    assert name_command(Path("mine")) == "fcl partition"
