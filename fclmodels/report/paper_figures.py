@@ -1,13 +1,12 @@
 """Papers' own figures beside the measured ones, from the presets of runs; and which runs had fewer rounds."""
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from fclmodels.report.comparison import METRICS
 from fclmodels.report.read_runs import Group, RunFolder
-from fclmodels.settings.preset import PaperTable, PresetSettings, find_unit
+from fclmodels.settings.preset import PaperTable, PresetSettings, find_unit, format_setting
 
 
 class Figure(NamedTuple):
@@ -49,6 +48,11 @@ def collect_figures(groups: Iterable[Group]) -> dict[str | None, list[Figure]]:
             of_reading = figures.setdefault(figure.table.reading, [])
             of_reading += [figure] if figure not in of_reading else []
     return figures
+
+
+def list_paper_notes(groups: Sequence[Group]) -> list[str]:
+    """Return what must be said of runs beside their paper: other settings, fewer rounds, and its other figures."""
+    return [*describe_changes(groups), *describe_fewer_rounds(groups), *describe_other_figures(groups)]
 
 
 def describe_other_figures(groups: Iterable[Group]) -> list[str]:
@@ -109,7 +113,7 @@ def _match_figures(run: RunFolder, preset: PresetSettings) -> list[Figure]:
         figure
         for figure in list_figures(preset, run.result.method)
         if preset.changes.keys() <= figure.table.where.keys()
-        and all(run.settings.get(name) == _as_text(value) for name, value in figure.table.where.items())
+        and all(run.settings.get(name) == format_setting(value) for name, value in figure.table.where.items())
     ]
     special = {figure.table.reading for figure in figures if figure.table.where}
     return [figure for figure in figures if figure.table.where or figure.table.reading not in special]
@@ -134,7 +138,3 @@ def _count_decimals(preset: PresetSettings, name: str) -> dict[str, int]:
                 quantity = _drop_suffixes(column)
                 decimals[quantity] = max(decimals.get(quantity, 0), len(digits))
     return decimals
-
-
-def _as_text(value: str | float) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,5 @@
 """Finished runs as their folders have them, and groups of runs that differ in their seeds alone."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Va
 from fclmodels.errors import UserError
 from fclmodels.metrics import accuracy_matrix, select_shown
 from fclmodels.settings.load import flatten_settings
-from fclmodels.settings.preset import NEUTRAL, PresetSettings, is_seed
+from fclmodels.settings.preset import NEUTRAL, PresetSettings, format_setting, is_seed
 from fclmodels.storage import untrusted
 from fclmodels.storage.sealed_json import describe_remedy, read_result, refuse_changed
 from fclmodels.tables import ACCURACY, CONFUSION, LEDGER, MONITORS, ROUNDS
@@ -98,9 +97,7 @@ class RunFolder:
     @cached_property
     def settings(self) -> dict[str, str]:
         """Effective settings by dotted name, as text."""
-        return {
-            k: v if isinstance(v, str) else json.dumps(v) for k, v in flatten_settings(self.result.settings).items()
-        }
+        return {name: format_setting(value) for name, value in flatten_settings(self.result.settings).items()}
 
     @property
     def costs(self) -> dict[str, float | None]:

@@ -82,7 +82,7 @@ def list_changes(own: dict[str, Any], published: dict[str, Any]) -> dict[str, tu
     Seeds, monitors and where clients are computed change nothing that a paper's figure depends on. A setting that is
     the preset's alone has no place beside another one of the run's, which is listed: `partition.alpha` under `kind`.
     """
-    texts = [{name: _to_text(value) for name, value in settings.items()} for settings in (own, published)]
+    texts = [{name: format_setting(value) for name, value in settings.items()} for settings in (own, published)]
     names = [name for name in texts[0] if not name.startswith((*NEUTRAL, *LAST_BITS)) and not is_seed(name)]
     pairs = {name: (texts[0][name], texts[1].get(name, "-")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -92,5 +92,6 @@ def is_seed(name: str) -> bool:
     return name.rpartition(".")[2] == "seed"
 
 
-def _to_text(value: Any) -> str:
+def format_setting(value: Any) -> str:
+    """Return a setting's value as text, such as null or 0.5."""
     return value if isinstance(value, str) else json.dumps(value)

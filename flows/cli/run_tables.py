@@ -13,13 +13,7 @@ import polars as pl
 from fclmodels.metrics import select_shown
 from fclmodels.report import labels
 from fclmodels.report.comparison import Fall, compare_groups, summarize_groups
-from fclmodels.report.paper_figures import (
-    Figure,
-    collect_figures,
-    describe_changes,
-    describe_fewer_rounds,
-    describe_other_figures,
-)
+from fclmodels.report.paper_figures import Figure, collect_figures, list_paper_notes
 from fclmodels.report.read_runs import describe_batch_size, group_runs, read_runs
 from flows.cli import terminal
 
@@ -76,8 +70,7 @@ def print_comparison(runs: Sequence[Path]) -> None:
     ]
     terminal.print_table(overview, title="at a glance: accuracy in %, right after learning → at the end")
     batches = labels.explain_batches(readings, describe_batch_size(groups))
-    papers_notes = (*describe_changes(groups), *describe_fewer_rounds(groups), *describe_other_figures(groups))
-    for note in filter(None, (batches, *papers_notes)):
+    for note in filter(None, (batches, *list_paper_notes(groups))):
         terminal.tell(note)
 
 

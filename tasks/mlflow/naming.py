@@ -6,13 +6,13 @@ measures and ends with its reading, accuracy first; method and seed come before 
 is the same for all methods, and settings that change no result come last.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fclmodels.report import labels
 from fclmodels.report.formatting import format_percent
 from fclmodels.settings.load import flatten_settings
+from fclmodels.settings.preset import format_setting
 
 METRICS = {  # by name in metrics.summary; a chart has no room to explain a short name
     "acc": "acc",
@@ -64,7 +64,7 @@ def flatten_params(settings: dict[str, Any], method: str, seed: int) -> dict[str
     params = {"method": method, "seed": seed, **settings, "federation": federation}
     params |= {"settings": of_method, "system": system}
     return {
-        name: value if isinstance(value, str) else json.dumps(value)
+        name: format_setting(value)
         for name, value in flatten_settings(params).items()
         if value is not None and not (name in ("stream.seed", "partition.seed") and value == seed)
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 from fclmodels.report import labels
 from fclmodels.report.comparison import summarize_ledger
-from fclmodels.report.paper_figures import describe_changes, describe_fewer_rounds, describe_other_figures
+from fclmodels.report.paper_figures import list_paper_notes
 from fclmodels.report.read_runs import Group, RunFolder
 
 
@@ -41,8 +41,7 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
     if changed:
         notes.append(f"The runs were made with different versions of {', '.join(changed)}.")
     remarks = [f"{group.label}: {remark}." for group in groups for remark in group.runs[0].result.remarks]
-    papers = (*describe_changes(groups), *describe_fewer_rounds(groups), *describe_other_figures(groups))
-    return [*notes, *papers, *remarks]
+    return [*notes, *list_paper_notes(groups), *remarks]
 
 
 def list_parts(group: Group) -> list[dict[str, Any]]:
