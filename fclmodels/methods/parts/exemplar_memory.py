@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
@@ -43,7 +44,12 @@ class ExemplarMemory:
         self.settings = settings
 
     def add_task(self, client: Client, network: Network) -> Memory:
-        """Return the client's memory with exemplars of its task, chosen by the features of this network."""
+        """Return the client's memory with exemplars of its task, chosen by the features of this network.
+
+        The memory of a client that has no rows of the task stays as it is.
+        """
+        if not len(client.rows):
+            return client.memory
         old, arriving = unpack_samples(client.memory), client.run.batches.read_raw(client.rows)
         classes = list_classes(old) if old else []
         labels = arriving.labels.unique().tolist()
@@ -69,6 +75,10 @@ class ExemplarMemory:
             return [self.settings.exemplars] * classes
         of_all = self.settings.exemplars
         return [of_all // classes + (place < of_all % classes) for place in range(classes)]
+
+    def limit(self, spec: ModelSpec) -> int:
+        """Return the largest number of exemplars of a client after these tasks."""
+        return self.settings.exemplars * (sum(map(len, spec.tasks)) if self.settings.budget == "class" else 1)
 
 
 def herd(features: Tensor, count: int) -> Tensor:

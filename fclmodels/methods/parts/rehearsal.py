@@ -1,0 +1,132 @@
+"""Rehearsal: one class-balanced memory of exemplars joins each local epoch, and the last task's model is a teacher.
+
+A task's clients choose exemplars when it has ended, by the final global model's features (exemplar_memory.py), and
+train on the shuffled union of new rows and exemplars from then on. How the published methods were federated, nothing
+says: that each client has a memory of its own, and that FedAvg's weights stay the numbers of new rows, is our choice.
+
+All heads' logits stand side by side, so that tasks with heads of their own have the columns of a head that grows. The
+present task's columns are new, all others old: where tasks share all classes none is old, and nothing is distilled.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from fclmodels.backbones.layers.norms import SharedPolicy
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import ModelSpec, get_task_columns, to_local_labels
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.network_cache import NetworkCache
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
+from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, iterate_joined_epochs
+from fclmodels.methods.parts.replay_memory import unpack_samples
+
+
+class LastModel:
+    """The last task's final model in evaluation mode, in one training."""
+
+    def __init__(self, network: Network, new: Tensor) -> None:
+        self.network = network.eval()
+        columns = count_columns(network.spec)
+        self.old = torch.tensor([c for c in range(columns) if c not in new.tolist()], dtype=torch.int64).to(new.device)
+
+    @torch.no_grad()
+    def answer(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features [B, F] and all logits [B, columns of its tasks]."""
+        features = self.network.backbone(inputs)
+        return features, join_heads(self.network, features)
+
+
+class Rehearsed(FedAvg):
+    """FedAvg whose clients rehearse exemplars of earlier classes beside the last task's model."""
+
+    class Settings(FedAvg.Settings, ExemplarSettings):
+        batch_norm: SharedPolicy = Field(
+            "average", description="running statistics: average over clients; batch: none; frozen after task 1"
+        )
+
+        exemplars: PositiveInt = Field(
+            2000, le=1_000_000, description="samples that each client keeps, of all classes or of each (see budget)"
+        )
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.memory = ExemplarMemory(settings)
+        self.teachers = NetworkCache(run.device, self.prepare_network)
+        self.select = self.declare(Exchange("select", self.payload, self.select_exemplars, self.select_form))
+
+    def start_task(self, server: Server, task: int) -> Server:
+        return anchor_to(super().start_task(server, task), server)
+
+    def payload(self, server: Server) -> Payload:
+        return {**super().payload(server), **anchor_payload(server)}
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        cohort.ask(self.select, server)
+        return server
+
+    # On a client.
+
+    def select_form(self, task: int, round: int) -> Form:
+        """Return the outlines of what a client tells when it has chosen its exemplars: nothing."""
+        return {}
+
+    def select_exemplars(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with exemplars of the task that has ended; the answer itself is empty."""
+        return Answer({}, self.memory.add_task(client, self.load_final(client, payload)))
+
+    def load_final(self, client: Client, payload: Payload) -> Network:
+        """Return the global model that a client was sent, in evaluation mode."""
+        return self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        if "anchor" in payload:
+            last = self.teachers.load(self.run.spec(training.client.task), payload["anchor"].tensors)
+            training.add(LastModel(last, find_new_columns(training.network.spec, self.run.device)))
+
+    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """Return earlier tasks' own heads too: exemplars go through them."""
+        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+
+
+def join_heads(network: Network, features: Tensor) -> Tensor:
+    """Return the logits [B, columns] of all heads side by side, in the order of `Columns.of`."""
+    return torch.cat([head(features) for head in network.heads], dim=1)
+
+
+def count_columns(spec: ModelSpec) -> int:
+    """Return the number of logits of all heads."""
+    return sum(len(labels) for labels in spec.head_labels)
+
+
+def find_new_columns(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Return the columns of the last task's classes."""
+    if spec.head == "growing":
+        return get_task_columns(spec, len(spec.tasks) - 1, device)
+    return torch.arange(count_columns(spec) - len(spec.tasks[-1]), count_columns(spec), device=device)
+
+
+def find_columns(spec: ModelSpec, labels: Tensor, tasks: Tensor) -> Tensor:
+    """Return the column [B] of each sample's class among all heads' logits."""
+    if spec.head == "growing":
+        return labels
+    columns, start = torch.zeros_like(labels), 0
+    for task, classes in enumerate(spec.tasks):
+        columns = torch.where(tasks == task, start + to_local_labels(spec, task, labels), columns)
+        start += len(classes)
+    return columns
