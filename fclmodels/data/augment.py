@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fclmodels.settings.schema import AugmentSettings
 
+Channels = Sequence[float] | Tensor  # a number for each channel
+
 
 def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generator) -> Tensor:
     """Return altered pixels [B, C, H, W], uint8 in 0..255 or floating in 0..1, of the same type.
@@ -29,14 +31,14 @@ def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generato
     return images
 
 
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return (pixels / 255 - mean) / std of uint8 [B, C, H, W], a number for each channel, as float32."""
-    shift = torch.tensor(mean, device=images.device).view(-1, 1, 1)
-    scale = torch.tensor(std, device=images.device).view(-1, 1, 1)
+def normalise(images: Tensor, mean: Channels, std: Channels) -> Tensor:
+    """Return (pixels / 255 - mean) / std of uint8 [B, C, H, W] as float32; mean and std [C], or [B, C] by image."""
+    shift = torch.as_tensor(mean, dtype=torch.float32, device=images.device)[..., None, None]
+    scale = torch.as_tensor(std, dtype=torch.float32, device=images.device)[..., None, None]
     return images.to(torch.float32).mul_(1 / (255 * scale)).sub_(shift / scale)
 
 
-def to_inputs(samples: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def to_inputs(samples: Tensor, mean: Channels, std: Channels) -> Tensor:
     """Turn prepared samples into a network's inputs: pixels are normalised, token ids stay as they are."""
     return normalise(samples, mean, std) if samples.dtype == torch.uint8 else samples
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fclmodels.data.augment import augment, to_inputs
+from fclmodels.data.augment import Channels, augment, to_inputs
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.errors import UserError
@@ -48,6 +48,8 @@ class Batches:
         self.augmentation = augmentation
         self.device = device
         self._permutations = _draw_permutations(splits, device)
+        own = [(task.mean, task.std) for task in splits.tasks if task.mean is not None]
+        self._normalisations = torch.tensor(own, device=device) if own else None  # [tasks, 2, C]
 
     def iterate_shuffled(self, rows: Rows, size: int, random: torch.Generator) -> Iterator[Batch]:
         """Yield one epoch in random order, augmented; the last batch may be smaller."""
@@ -93,7 +95,11 @@ class Batches:
 
     def prepare_inputs(self, raw: Batch) -> Batch:
         """Turn raw samples into a network's inputs: pixels permuted and normalised."""
-        return replace(raw, inputs=to_inputs(self._permute(raw.inputs, raw.tasks), self.splits.mean, self.splits.std))
+        mean: Channels = self.splits.mean
+        std: Channels = self.splits.std
+        if self._normalisations is not None:
+            mean, std = self._normalisations[raw.tasks].unbind(1)
+        return replace(raw, inputs=to_inputs(self._permute(raw.inputs, raw.tasks), mean, std))
 
     def _permute(self, images: Tensor, tasks: Tensor) -> Tensor:
         """Put pixels into the order of each row's task; all channels of a pixel move together."""

@@ -38,18 +38,32 @@ class Defect:
     why: str
 
 
-def decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """Decode a picture to uint8 [C, H, W]; `size` (width, height) and `channels` (1 or 3) of None: its own."""
+def decode(
+    image: Image.Image, size: tuple[int, int] | None, channels: int | None, smaller: str = "resize"
+) -> np.ndarray:
+    """Decode a picture to uint8 [C, H, W]; `size` (width, height) and `channels` (1 or 3) of None: its own.
+
+    One that is smaller in both directions is enlarged, or with `smaller: pad` set in the middle of a black one.
+    """
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels are too many")
     if image.mode[0] in "IF":
         raise ValueError(f"pixels of mode {image.mode} have more than 8 bits")
     grey = channels == 1 or (channels is None and image.mode in GREY)
     pixels = image.convert("L" if grey else "RGB")
-    if size is not None:
+    if size is not None and smaller == "pad" and pixels.width <= size[0] and pixels.height <= size[1]:
+        pixels = _pad(pixels, size)
+    elif size is not None:
         pixels = pixels.resize(size, Image.Resampling.BILINEAR)
     array = np.asarray(pixels)
     return array[None] if grey else array.transpose(2, 0, 1)
+
+
+def _pad(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Set the image in the middle of a black one of this size (width, height)."""
+    padded = Image.new(image.mode, size)
+    padded.paste(image, ((size[0] - image.width) // 2, (size[1] - image.height) // 2))
+    return padded
 
 
 def find_commonest_shape(catalogue: Catalogue, settings: SourceSettings) -> Shape:
@@ -101,7 +115,7 @@ def _decode_row(catalogue: Catalogue, row: int, settings: SourceSettings) -> np.
         assert isinstance(settings, ImageSettings)
         with sample:
             size = None if settings.size is None else (settings.size, settings.size)
-            return decode(sample, size, settings.channels)
+            return decode(sample, size, settings.channels, settings.smaller)
     except UnidentifiedImageError:
         return Defect(row, UNREADABLE, "not an image")
     except Exception as problem:  # on a damaged file a decoder may raise anything

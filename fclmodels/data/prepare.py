@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fclmodels.data.decoding import CHUNK, OTHER_CHANNELS, OTHER_SIZE, Defect, Shape, decode_all, find_commonest_shape
 from fclmodels.data.sample_kind import TEXTS, find_kind
-from fclmodels.data.sources.base import COLUMNS, UNPRINTABLE, Catalogue, Source
+from fclmodels.data.sources.base import COLUMNS, UNPRINTABLE, Catalogue, Normalisation, Source
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import ImageSettings, SourceSettings
 from fclmodels.storage.array_cache import create_array
@@ -44,6 +44,8 @@ class Meta(BaseModel):
     own_label_spaces: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    smaller: Literal["pad"] | None = None  # images smaller than the shape got a border
+    normalisations: tuple[Normalisation, ...] | None = None  # of each domain, where they differ
     tokenizer: str | None = None
     skipped: int
     digest: str = ""
@@ -109,6 +111,8 @@ def prepare(source: Source, folder: Path) -> Prepared:
             own_label_spaces=catalogue.own_label_spaces,
             mean=mean,
             std=std,
+            smaller="pad" if isinstance(settings, ImageSettings) and settings.smaller == "pad" else None,
+            normalisations=_select_normalisations(catalogue, domains, shape[0]),
             tokenizer=catalogue.tokenizer,
             skipped=len(catalogue.samples) - len(samples),
         )
@@ -188,6 +192,19 @@ def _find_normalisation(settings: SourceSettings, channels: int) -> tuple[tuple[
     if not isinstance(settings, ImageSettings):
         return (), ()
     return _repeat_for_channels("mean", settings.mean, channels), _repeat_for_channels("std", settings.std, channels)
+
+
+def _select_normalisations(
+    catalogue: Catalogue, domains: tuple[str, ...], channels: int
+) -> tuple[Normalisation, ...] | None:
+    """Return those of the usable domains, a number for each channel."""
+    if catalogue.normalisations is None:
+        return None
+    own = (catalogue.normalisations[catalogue.domains.index(domain)] for domain in domains)
+    return tuple(
+        Normalisation(_repeat_for_channels("mean", n.mean, channels), _repeat_for_channels("std", n.std, channels))
+        for n in own
+    )
 
 
 def _repeat_for_channels(setting: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ FORMAT = 1
 BATCH_SIZE = 256
 PERSONAL = "Each client answers with a part of its own (running statistics or head); this model has the server's alone."
 PERMUTED = "Pixels are taken as they stand; name the task, and an image in its natural order is put into the task's."
+NORMALISED_APART = "Name the task: its data set has a mean and std of its own, and without it those of all are taken."
 BY_BATCH = "An answer depends on the other samples that are asked about together with it."
 
 Row = dict[str, Any]
@@ -55,14 +56,16 @@ def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tenso
     by_batch = depends_on_batch(method.networks.load(server.spec, server.weights))
     learned = splits.tasks[: len(server.spec.tasks)]
     permuted = any(task.permutation is not None for task in learned)
-    notes = {PERSONAL: method.is_personal, BY_BATCH: by_batch, PERMUTED: permuted}
+    apart = any(task.mean is not None for task in learned)
+    notes = {PERSONAL: method.is_personal, BY_BATCH: by_batch, PERMUTED: permuted, NORMALISED_APART: apart}
     facts = {
         "format": FORMAT,
         "method": method.name,
         "classes": splits.classes,
-        "tasks": [{"name": task.name, "permutation": task.permutation} for task in learned],
+        "tasks": [_ServedTask.model_validate(task, from_attributes=True).model_dump() for task in learned],
         "mean": splits.mean,
         "std": splits.std,
+        "smaller": splits.smaller,
         "notes": [note for note, holds in notes.items() if holds],
     }
     write_json(folder / "serving.json", facts)
@@ -72,6 +75,8 @@ def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tenso
 class _ServedTask(BaseModel):
     name: Text
     permutation: int | None
+    mean: tuple[FiniteFloat, ...] | None = None  # of its pixels, where data sets differ in it
+    std: tuple[PositiveFloat, ...] | None = None
 
 
 class _Serving(BaseModel):
@@ -81,6 +86,7 @@ class _Serving(BaseModel):
     tasks: list[_ServedTask]
     mean: list[FiniteFloat]
     std: list[PositiveFloat]
+    smaller: Literal["resize", "pad"] = "resize"
     notes: list[Text]
 
 
@@ -105,12 +111,14 @@ class ExportedModel:
         facts = validate(_Serving, read_json(folder / "serving.json"))
         self.spec = ModelSpec.from_json(read_json(folder / "spec.json"))
         self.classes, self.notes, self.mean, self.std = facts.classes, facts.notes, facts.mean, facts.std
+        self.smaller = facts.smaller
         self.tasks: list[Row] = [task.model_dump() for task in facts.tasks]
         if len(self.tasks) != len(self.spec.tasks) or len(self.classes) < self.spec.label_count:
             raise ValueError("serving.json and spec.json have other tasks or classes")
         if math.prod(self.shape[1:]) > MOST_PIXELS:
             raise ValueError(f"samples of {self.shape} are too large")
-        if not len(self.mean) == len(self.std) == count_channels(self.shape):
+        own = [(self.mean, self.std), *((t.mean, t.std) for t in facts.tasks if (t.mean, t.std) != (None, None))]
+        if any(len(numbers or ()) != count_channels(self.shape) for pair in own for numbers in pair):
             raise ValueError("serving.json has not one mean and std for each channel")
         if find_kind(self.shape) is TEXTS and any(task.permutation is not None for task in facts.tasks):
             raise ValueError("the order of pixels is given for texts")
@@ -139,10 +147,10 @@ class ExportedModel:
         return self.spec.shape
 
     def read_images(self, files: Sequence[Path | str]) -> np.ndarray:
-        """Return image files as samples [B, C, H, W]: decoded as by `fcl prepare`, resized to the model's size."""
+        """Return image files as samples [B, C, H, W]: decoded as by `fcl prepare`, of the model's size."""
         if find_kind(self.shape) is TEXTS:
             raise UserError("this model reads texts, as token ids. It takes arrays of them, no files.")
-        return np.stack([_read_image(Path(file), self.shape) for file in files])
+        return np.stack([_read_image(Path(file), self.shape, self.smaller) for file in files])
 
     def parse_sample(self, numbers: Any) -> np.ndarray:
         """Return a nested list as a sample; ValueError where a number is not one of its type."""
@@ -174,7 +182,7 @@ class ExportedModel:
             return [row for batch in batches if len(batch) for row in self._answer(batch, task)]
 
     def _answer(self, samples: Tensor, task: int | None) -> list[Row]:
-        inputs = to_inputs(self._order_pixels(samples, task), self.mean, self.std)
+        inputs = self._prepare_inputs(samples, task)
         features = [network.backbone(inputs) for network in self.networks]
         if len(self.networks) > 1:
             own = [
@@ -204,6 +212,11 @@ class ExportedModel:
         names = [self.classes[label] for label in self.columns.labels[columns].tolist()]
         values = zip(names, probabilities.tolist(), tasks, relevances, strict=True)
         return [dict(zip(("class", "probability", "task", "relevance"), row, strict=True)) for row in values]
+
+    def _prepare_inputs(self, samples: Tensor, task: int | None) -> Tensor:
+        """Return the network's inputs: pixels in a given task's order, normalised by its own mean and std if any."""
+        own = {} if task is None else self.tasks[task - 1]
+        return to_inputs(self._order_pixels(samples, task), own.get("mean") or self.mean, own.get("std") or self.std)
 
     def _order_pixels(self, samples: Tensor, task: int | None) -> Tensor:
         """Return pixels in the order of a given task, where the stream permutes them."""
@@ -235,12 +248,12 @@ def _take_first_tasks(spec: ModelSpec, count: int) -> ModelSpec:
     return ModelSpec(spec.settings, spec.shape, spec.head, spec.tasks[:count], spec.adapter)
 
 
-def _read_image(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+def _read_image(file: Path, shape: tuple[int, ...], smaller: str) -> np.ndarray:
     channels, height, width = shape
     try:
         # Of a damaged file, Pillow's warnings either come with an error or do not concern the pixels.
         with warnings.catch_warnings(action="ignore"), open_image(file) as image:
-            return decode(image, (width, height), channels)
+            return decode(image, (width, height), channels, smaller)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file.") from None
     except Exception as problem:  # on a damaged file a decoder may raise anything

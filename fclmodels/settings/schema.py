@@ -31,6 +31,9 @@ class SourceSettings(Settings):
 
 class ImageSettings(SourceSettings):
     size: PositiveInt | None = Field(None, description="side in pixels that images are resized to; null: as they are")
+    smaller: Literal["resize", "pad"] = Field(
+        "resize", description="images smaller than size are enlarged, or get a black border"
+    )
     channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null: as they are")
     mean: tuple[float, ...] = Field(
         (0.5,), description="subtracted from pixels in 0..1, one for all channels or one each"

@@ -35,7 +35,7 @@ class ArrivedFolder:
         tables = sorted(self.folder.glob("*.parquet"))
         if len(tables) > 1:
             raise UserError(f"{self.folder} holds {len(tables)} Parquet tables. Make one of them.")
-        options = {name: getattr(images, name) for name in ("size", "channels", "mean", "std", "skip_bad")}
+        options = {name: getattr(images, name) for name in ("size", "smaller", "channels", "mean", "std", "skip_bad")}
         if tables:
             return ImageTable(
                 ImageTable.Settings(source=ImageTable.name, root=self.folder, table=Path(tables[0].name), **options)

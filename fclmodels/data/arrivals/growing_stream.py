@@ -101,8 +101,8 @@ class GrowingStream:
         """Raise UserError where a setting that all tasks of a stream share differs from the stream's."""
         for part in self.parts[:1]:
             facts, channels = part.facts, part.facts["shape"][0]
-            now = {name: list(getattr(images, name) * channels)[:channels] for name in ("mean", "std")}
-            for name, value in {"partition.clients": clients, "data.mean": now["mean"], "data.std": now["std"]}.items():
+            now = {f"data.{name}": list(getattr(images, name) * channels)[:channels] for name in ("mean", "std")}
+            for name, value in {"partition.clients": clients, **now, "data.smaller": images.smaller}.items():
                 before = facts[name.partition(".")[2]]
                 if value != before:
                     raise UserError(
@@ -189,7 +189,7 @@ def join_parts(parts: Sequence[StreamPart]) -> tuple[pl.DataFrame, dict[str, Any
     manifest = pl.concat(rows)
     prepared = [part.facts["prepared_digest"] for part in parts]
     facts = {
-        **{name: first[name] for name in ("format", "kind", "clients", "shape", "mean", "std", "head")},
+        **{name: first[name] for name in ("format", "kind", "clients", "shape", "mean", "std", "smaller", "head")},
         "tasks": tasks,
         "classes": list(labels),
         "domains": [Arrival.name],

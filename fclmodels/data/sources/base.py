@@ -24,6 +24,14 @@ UNPRINTABLE = r"[\p{Cc}\p{Zl}\p{Zp}]"  # characters that would break an error li
 
 
 @dataclass(frozen=True)
+class Normalisation:
+    """The mean and the standard deviation of pixels in 0..1: one number for all channels, or one each."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Catalogue:
     """The samples of a source before any is decoded.
 
@@ -36,6 +44,7 @@ class Catalogue:
     open: Callable[[int], Image.Image | np.ndarray]  # a row's picture, or its tokens; may raise anything
     own_label_spaces: bool = False
     tokenizer: str | None = None  # digest of the tokenizer
+    normalisations: tuple[Normalisation, ...] | None = None  # of each domain, where they differ
 
 
 class Source:

@@ -12,12 +12,12 @@ import polars as pl
 from PIL import Image
 from pydantic import Field, PositiveInt
 
-from fclmodels.data.sources.base import Catalogue, Source, parse_part, refuse_duplicates
+from fclmodels.data.sources.base import Catalogue, Normalisation, Source, parse_part, refuse_duplicates
 from fclmodels.errors import UserError, format_value
 from fclmodels.plugins import find
 from fclmodels.settings.schema import ImageSettings, SourceSettings
 
-COMMON = {"size", "channels", "skip_bad", "mean", "std"}
+COMMON = {"size", "smaller", "channels", "skip_bad"}
 
 
 class Sequence(Source):
@@ -33,7 +33,8 @@ class Sequence(Source):
         )
         parts: tuple[dict[str, Any], ...] = Field(
             ({"source": "cifar10"}, {"source": "mnist"}, {"source": "svhn"}, {"source": "fashion-mnist"}),
-            description="the data sets in their order: source, its own settings, and a name if not the source's",
+            description="the data sets in their order: source, its own settings, a name if not the source's, and mean "
+            "and std if not those of all",
         )
 
     settings: Settings
@@ -72,7 +73,14 @@ class Sequence(Source):
             samples=join_samples(self.names, catalogues, [[classes.index(c) for c in of_part] for of_part in names]),
             open=open_row,
             own_label_spaces=own,
+            normalisations=self._list_normalisations(),
         )
+
+    def _list_normalisations(self) -> tuple[Normalisation, ...] | None:
+        """Return each part's mean and deviation; None where no part has its own."""
+        common = {"mean": self.settings.mean, "std": self.settings.std}
+        own = [part.settings.model_dump(include=set(common), exclude_unset=True) for part in self.parts]
+        return tuple(Normalisation(**common | of_part) for of_part in own) if any(own) else None
 
     def _make_part(self, index: int, block: dict[str, Any]) -> Source:
         where = f"data.parts.{index}"

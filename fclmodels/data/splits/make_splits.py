@@ -43,7 +43,7 @@ def write_splits(prepared_folder: Path, stream: Stream, partition: Partition, ou
     out_folder = Path(out_folder)
     prepared = Prepared.open(prepared_folder)
     layout, manifest = arrange(prepared, stream, partition)
-    facts = _describe(prepared, stream, layout, partition.settings.clients)
+    facts = _describe(prepared, stream, layout, manifest, partition.settings.clients)
     facts["digest"] = digest_splits(manifest, facts)
     facts["prepared"] = os.path.relpath(Path(prepared_folder).resolve(), out_folder.resolve())
     table = split_statistics.tabulate(manifest)
@@ -136,10 +136,13 @@ def _order_classes(layout: Layout) -> list[int]:
     return list(dict.fromkeys(c for task in layout.tasks for c in task.classes))
 
 
-def _describe(prepared: Prepared, stream: Stream, layout: Layout, clients: int) -> dict[str, Any]:
+def _describe(
+    prepared: Prepared, stream: Stream, layout: Layout, manifest: pl.DataFrame, clients: int
+) -> dict[str, Any]:
     """Return the content of stream.json, without the digest and the path of the prepared data."""
     meta, classes = prepared.meta, _order_classes(layout)
     label_of = {c: label for label, c in enumerate(classes)}
+    normalisations = _normalise_tasks(prepared, layout, manifest)
     tasks = [
         {
             "name": task.name,
@@ -149,7 +152,8 @@ def _describe(prepared: Prepared, stream: Stream, layout: Layout, clients: int) 
             if task.classes_by_client is None
             else {str(client): [label_of[c] for c in own] for client, own in task.classes_by_client.items()},
         }
-        for task in layout.tasks
+        | own
+        for task, own in zip(layout.tasks, normalisations, strict=True)
     ]
     return {
         "format": FORMAT,
@@ -161,9 +165,31 @@ def _describe(prepared: Prepared, stream: Stream, layout: Layout, clients: int) 
         "shape": list(meta.shape),
         "mean": list(meta.mean),
         "std": list(meta.std),
+        "smaller": meta.smaller or "resize",
         "head": stream.head,
         "prepared_digest": meta.digest,
     }
+
+
+def _normalise_tasks(prepared: Prepared, layout: Layout, manifest: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the mean and std of each task's data set, nothing where all sets have the same.
+
+    UserError where a task mixes data sets with different ones.
+    """
+    normalisations = prepared.meta.normalisations
+    if normalisations is None:
+        return [{} for _ in layout.tasks]
+    domains = dict(manifest.group_by("task").agg(pl.col("domain").unique()).iter_rows())
+    of_tasks = []
+    for t, task in enumerate(layout.tasks):
+        first, *others = {normalisations[domain] for domain in domains[t]}
+        if others:
+            raise UserError(
+                f"data.parts: task {t + 1} ({task.name}) mixes data sets with different mean or std. Set data.mean and "
+                "data.std for all, or use stream.kind: datasets or domain-incremental."
+            )
+        of_tasks.append({"mean": list(first.mean), "std": list(first.std)})
+    return of_tasks
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -49,6 +49,8 @@ class Task:
     classes: tuple[int, ...]
     permutation: int | None
     classes_by_client: dict[int, tuple[int, ...]] | None
+    mean: tuple[float, ...] | None  # of its pixels, where data sets differ in it
+    std: tuple[float, ...] | None
 
     def list_classes(self, client: int | None) -> tuple[int, ...]:
         """Return the classes that this task has for a client: those of everyone, except in a limitless pool."""
@@ -62,6 +64,8 @@ class _StreamTaskFacts(BaseModel):
     classes: tuple[NonNegativeInt, ...]
     permutation: int | None
     classes_by_client: dict[str, tuple[NonNegativeInt, ...]] | None = None
+    mean: tuple[FiniteFloat, ...] | None = None
+    std: tuple[PositiveFloat, ...] | None = None
 
 
 class _StreamFacts(BaseModel):
@@ -76,6 +80,7 @@ class _StreamFacts(BaseModel):
     shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
     mean: tuple[FiniteFloat, ...]
     std: tuple[PositiveFloat, ...]
+    smaller: Literal["resize", "pad"] = "resize"
     prepared: Text
     prepared_digest: str
 
@@ -124,6 +129,7 @@ class Splits:
         self.shape: tuple[int, ...] = tuple(facts["shape"])
         self.mean: tuple[float, ...] = tuple(facts["mean"])
         self.std: tuple[float, ...] = tuple(facts["std"])
+        self.smaller: str = facts.get("smaller", "resize")
         self.head: Literal["growing", "per-task"] = facts["head"]
         self.kind: str = facts["kind"]
         self.digest: str = facts["digest"]
@@ -234,8 +240,12 @@ def refuse_unfit(manifest: pl.DataFrame, facts: dict) -> None:
         least = -1 if name == "client" else 0  # -1: everyone's
         if not manifest[name].is_between(least, limit - 1).fill_null(False).all():
             raise ValueError(f"the manifest has a {name} that is none of {limit}")
-    if not len(valid.mean) == len(valid.std) == count_channels(valid.shape):
+    pairs = [(task.mean, task.std) for task in valid.tasks]
+    own = [(valid.mean, valid.std), *(pair for pair in pairs if pair != (None, None))]
+    if any(len(numbers or ()) != count_channels(valid.shape) for pair in own for numbers in pair):
         raise ValueError(f"mean and std are not of {count_channels(valid.shape)} channels")
+    if len(own) not in (1, 1 + len(valid.tasks)):
+        raise ValueError("some tasks have a mean and std of their own, others have none")
     if any(label >= counts["classes"] for task in valid.tasks for label in task.classes):
         raise ValueError("a task has a class that there is not")
 
@@ -258,6 +268,7 @@ def _parse_task(index: int, facts: dict) -> Task:
         tuple(facts["classes"]),
         facts["permutation"],
         None if by_client is None else {int(client): tuple(classes) for client, classes in by_client.items()},
+        *(tuple(facts[name]) if facts.get(name) else None for name in ("mean", "std")),
     )
 
 

@@ -135,6 +135,17 @@ def test_tasks_mixed_in_a_batch_keep_their_permutations(splits_of: Callable[...,
     assert torch.equal(mixed.inputs, alone.inputs[order])
 
 
+def test_tasks_mixed_in_a_batch_are_normalised_each_by_its_own_mean_and_std(splits_of: Callable[..., Splits]) -> None:
+    splits = splits_of(tasks=2, shape=(2, 5, 4))
+    own = [((0.1, 0.2), (0.3, 0.4)), ((0.5, 0.6), (0.7, 0.8))]
+    splits.tasks = tuple(replace(t, mean=mean, std=std) for t, (mean, std) in zip(splits.tasks, own, strict=True))
+    rows = Rows.concatenate([splits.select_rows(task, "train") for task in (1, 0)])
+    batch = joined(list(Batches(splits, PLAIN, CPU).iterate_ordered(rows, 1000)))
+    images = splits.images[torch.from_numpy(rows.samples)].numpy() / 255
+    mean, std = np.array(own)[rows.tasks].transpose(1, 0, 2)[..., None, None]
+    np.testing.assert_allclose(batch.inputs.numpy(), (images - mean) / std, atol=1e-5)
+
+
 def test_the_permutation_comes_from_the_streams_seed_alone(splits_of: Callable[..., Splits]) -> None:
     splits = splits_of(tasks=2, permuted=True, same_classes=True)
     first = Batches(splits, PLAIN, CPU)._permutations

@@ -134,6 +134,16 @@ def test_modes_become_grey_or_colour_as_pillow_converts_them(mode, channels):
     assert_array_equal(pixels, expected[None] if grey else np.moveaxis(expected, -1, 0))
 
 
+def test_a_smaller_image_gets_a_black_border():
+    """As 5-Datasets' images of 28 pixels; a larger one is resized, also where only one side is larger."""
+    picture = np.full((28, 28), 7, np.uint8)
+    padded = decode(Image.fromarray(picture), (32, 32), 3, "pad")
+    assert_array_equal(padded, np.pad(np.broadcast_to(picture, (3, 28, 28)), ((0, 0), (2, 2), (2, 2))))
+    for shape in ((40, 40), (28, 40)):
+        larger = Image.fromarray(random_images(1, *shape, 3)[0])
+        assert_array_equal(decode(larger, (32, 32), 3, "pad"), decode(larger, (32, 32), 3))
+
+
 def test_images_are_squashed_to_the_size():
     picture = np.zeros((8, 4), np.uint8)
     picture[4:] = 200

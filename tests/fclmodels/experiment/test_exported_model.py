@@ -171,6 +171,21 @@ def test_what_is_no_model_or_no_image_is_told(tmp_path: Path) -> None:
         model.read_images([tmp_path / "there.png"])
 
 
+def test_a_task_with_a_mean_and_std_of_its_own_is_answered_by_them(tmp_path: Path) -> None:
+    """The same as pixels so shifted that the mean and std of all make the same inputs of them."""
+    folder = folder_of(tmp_path, draw_network(SPECS["a head a task"]), None)
+    plain = ExportedModel(folder)
+    serving = json.loads((folder / "serving.json").read_text())
+    for task, mean in zip(serving["tasks"], (0.5, 0.5 + 40 / 255, 0.5), strict=True):
+        task |= {"mean": [mean], "std": [0.25]}
+    write_json(folder / "serving.json", serving)
+    apart, images = ExportedModel(folder), IMAGES // 2 + 40
+    for task, shift in enumerate((0, 40, 0), start=1):
+        answers = (model.answer(pixels, task) for model, pixels in ((apart, images), (plain, images - np.uint8(shift))))
+        for one, other in zip(*answers, strict=True):
+            assert (one["class"], one["probability"]) == (other["class"], pytest.approx(other["probability"], abs=1e-5))
+
+
 STREAMS = {"classes": {}, "permuted": {"same_classes": True, "permuted": True}}
 
 

@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 from fclmodels.data.sources import torchvision_sets
-from fclmodels.data.sources.base import catalogue_arrays
+from fclmodels.data.sources.base import Normalisation, catalogue_arrays
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.errors import UserError
 from fclmodels.plugins import find, load_all
@@ -378,6 +378,15 @@ def test_parts_of_a_sequence_are_domains_with_classes_of_their_own(tmp_path):
     groups = catalogue.samples["group"]
     assert groups[count : count + 4].null_count() == 4
     assert set(groups[:count]) & set(groups[count + 4 :]) == set()
+
+
+def test_parts_have_their_own_mean_and_std_or_those_of_all(tmp_path):
+    write_images(tmp_path, "one/x/1.png", "two/y/1.png", value=1)
+    parts = [{"source": "image-folder", "folder": name, "name": name} for name in ("one", "two")]
+    assert source("sequence", tmp_path, parts=parts).catalogue().normalisations is None
+    parts[1] |= {"mean": [0.1], "std": [0.2]}
+    normalisations = source("sequence", tmp_path, parts=parts, mean=[0.4]).catalogue().normalisations
+    assert normalisations == (Normalisation((0.4,), (0.5,)), Normalisation((0.1,), (0.2,)))
 
 
 def test_parts_that_share_their_labels_are_domains_of_the_same_classes(tmp_path):

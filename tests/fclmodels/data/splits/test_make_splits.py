@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fclmodels.data.partitions.base import Partition
 from fclmodels.data.prepare import Meta
+from fclmodels.data.sources.base import Normalisation
 from fclmodels.data.splits.make_splits import FILES, write_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.data.streams.base import Stream
@@ -35,7 +36,9 @@ OFFICIAL: Rows = [(c, 0, "test" if i < 5 else "train", None) for i in range(30) 
 GROUPED: Rows = [(i % 6, d, None, i) for d in range(3) for i in range(120)]
 
 
-def prepare(folder: Path, rows: Rows, own_label_spaces: bool = False) -> Path:
+def prepare(
+    folder: Path, rows: Rows, own_label_spaces: bool = False, normalisations: tuple[Normalisation, ...] | None = None
+) -> Path:
     """A prepared folder with a row for each sample, all of them one black pixel."""
     folder.mkdir(parents=True)
     label, domain, official, group = zip(*rows, strict=True)
@@ -57,6 +60,7 @@ def prepare(folder: Path, rows: Rows, own_label_spaces: bool = False) -> Path:
         own_label_spaces=own_label_spaces,
         mean=(0.5,),
         std=(0.25,),
+        normalisations=normalisations,
         skipped=0,
         digest="of the toy",
     )
@@ -85,6 +89,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / "sets", [(c + 3 * d, d, None, None) for _ in range(30) for d in (0, 1) for c in range(3)], True
         ),
     }
+
+
+def test_a_task_has_the_mean_and_std_of_its_data_set(tmp_path: Path) -> None:
+    """None where all sets have the same; a task that mixes sets with different ones is refused."""
+    apart = (Normalisation((0.1,), (0.2,)), Normalisation((0.3,), (0.4,)))
+    rows = [(c, d, None, None) for _ in range(30) for d in (0, 1) for c in range(4)]
+    folder = prepare(tmp_path / "prepared", rows, normalisations=apart)
+    out = write_splits(
+        folder, stream("domain-incremental", domains=["d1", "d0"]), partition("iid"), tmp_path / "splits"
+    )
+    assert [(task.mean, task.std) for task in Splits.open(out).tasks] == [((0.3,), (0.4,)), ((0.1,), (0.2,))]
+    with pytest.raises(UserError, match=r"task 1 \(c0, c1\) mixes data sets with different mean or std"):
+        write_splits(folder, stream("class-incremental", tasks=2), partition("iid"), tmp_path / "splits")
+    alike = prepare(tmp_path / "alike", rows)
+    out = write_splits(alike, stream("domain-incremental"), partition("iid"), tmp_path / "splits")
+    assert {(task.mean, task.std) for task in Splits.open(out).tasks} == {(None, None)}
 
 
 @pytest.fixture(scope="module")
