@@ -1,7 +1,7 @@
 """A vision transformer (Dosovitskiy et al. 2021): torchvision's and timm's ViT-B/16 load; or any smaller one.
 
-ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. Methods attach
-tokens (PIP eq. 2), prefixes (eq. 3 and 4) and LoRA (Hu et al. 2021) to its layers (prompt_adapters.py).
+ViT-B/16 is `patch: 16, width: 768, depth: 12, attention_heads: 12, mlp_width: 3072`. Methods attach tokens (PIP eq. 2),
+prefixes (eq. 3 and 4), LoRA (Hu et al. 2021) and bottlenecks (AdaptFormer) to its layers (prompt_adapters.py).
 """
 
 import math
@@ -75,6 +75,21 @@ class LoraUpdate:
 
 
 @dataclass(frozen=True)
+class Bottleneck:
+    """scale * (U relu(D h + d) + u), added to a layer's perceptron: D [m, width], d [m], U [width, m], u [width]."""
+
+    down: Tensor
+    down_bias: Tensor
+    up: Tensor
+    up_bias: Tensor
+    scale: float
+
+    def run(self, h: Tensor) -> Tensor:
+        """Return what it adds, for the perceptron's input h [B, S, width] before its norm."""
+        return self.scale * F.linear(F.linear(h, self.down, self.down_bias).relu(), self.up, self.up_bias)
+
+
+@dataclass(frozen=True)
 class Attached:
     """Tensors that a method attaches to one layer, with a row for each sample."""
 
@@ -82,6 +97,7 @@ class Attached:
     prefix: tuple[Tensor, Tensor] | None = None  # (p_K, p_V), each [B, L, D], to which W_K and W_V are applied
     keys_values: tuple[Tensor, Tensor] | None = None  # (K, V), each [B, L, D], beside those that W_K and W_V give
     lora: LoraUpdate | None = None
+    bottleneck: Bottleneck | None = None
 
 
 class VitNet(FeatureNet):
@@ -177,7 +193,8 @@ class EncoderLayer(nn.Module):
             h, offset = torch.cat([attached.tokens, h], dim=1), attached.tokens.shape[1]
         rows = slice(offset, offset + read)
         h = h[:, rows] + self.self_attention(self.ln_1(h), attached, rows)
-        return h + self.mlp(self.ln_2(h))
+        output: Tensor = h + self.mlp(self.ln_2(h))
+        return output if attached.bottleneck is None else output + attached.bottleneck.run(h)
 
 
 class Attention(nn.Module):

@@ -5,6 +5,7 @@ add: counts, sums and second moments of each class, or A^T A and A^T Y of featur
 All is computed in float64 and returned in float32.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,44 @@ def fit_ridge(gram: Tensor, cross: Tensor, ridge: float) -> LinearHead:
     weight = torch.cholesky_solve(cross, torch.linalg.cholesky(damped)).T
     present = cross.any(0) if len(cross) else torch.zeros(cross.shape[1], dtype=torch.bool, device=cross.device)
     return _head(weight, torch.zeros_like(weight[:, 0]), present)
+
+
+def project_positive(gram: Tensor) -> Tensor:
+    """Return the nearest symmetric matrix [F, F] without eigenvalues below 0, for one that noise has distorted."""
+    values, vectors = torch.linalg.eigh((gram + gram.T).double() / 2)
+    return (vectors * values.clamp(min=0)) @ vectors.T
+
+
+def weigh_groups(counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a [C] and b [C], with which A^T A is estimated from sums over groups of each class's samples.
+
+    Its expectation over random groups is that of sum_c (a_c sum_k s_kc s_kc^T / n_kc + b_c S_c S_c^T), s_kc the sum of
+    the n_kc samples in a class's k-th group and S_c that of all N_c in its K_c groups, with a = (N - 1) / (K - 1) and
+    b = -(N - K) / ((K - 1) N) (STSA-E). Groups without samples of a class do not count among its K_c. A class with one
+    group leaves nothing to estimate its spread from: a = 0 and b = 1 / N are those of samples that are all at the mean.
+    """
+    between = (groups - 1).clamp(min=1)
+    spread = groups > 1
+    a = torch.where(spread, (counts - 1) / between, torch.zeros_like(counts))
+    b = torch.where(spread, (groups - counts) / (between * counts.clamp(min=1)), 1 / counts.clamp(min=1))
+    return a, torch.where(counts > 0, b, torch.zeros_like(b))
+
+
+def choose_ridge(gram: Tensor, cross: Tensor, held_out: Mapping[str, Tensor]) -> float | None:
+    """Return lambda of 10^-8, 10^-7 to 10^8 with which `fit_ridge` has the least squared error on held-out samples.
+
+    The sums gram [F, F] and cross [F, C] are of the fitted samples; `held_out` holds those of the others, whose error
+    is tr(W G W^T) - 2 tr(W A^T Y) + n. None where there are no others.
+    """
+    if not held_out["gram"].any():
+        return None
+    values, vectors = torch.linalg.eigh(gram.double())
+    # In the basis of the eigenvectors W^T is (values + lambda)^-1 V^T A^T Y.
+    target, G, right = (vectors.T @ cross, vectors.T @ held_out["gram"] @ vectors, vectors.T @ held_out["cross"])
+    ridges = 10.0 ** torch.arange(-8, 9, dtype=torch.float64)
+    solutions = [target / (values.clamp(min=0) + ridge)[:, None] for ridge in ridges]
+    errors = [float((W * (G @ W)).sum() - 2 * (W * right).sum()) for W in solutions]
+    return float(ridges[errors.index(min(errors))])
 
 
 def fit_discriminant(counts: Tensor, means: Tensor, scatter: Tensor, shrink: float = 0.01) -> LinearHead:

@@ -97,6 +97,14 @@ def test_two_tasks_are_learned_one_after_the_other(toys, experiment_of, encoder,
     assert of[0] > 0.8
 
 
+@pytest.mark.parametrize("method", ["ridge", "stsa"])
+def test_closed_forms_answer_texts(toys, experiment_of, encoder, tmp_path, method):
+    """On a tiny encoder as it is drawn, and on one that the first task trains; a later task forgets nothing."""
+    learning = (*LEARNING, *chosen_model(encoder), "federation.rounds=4")
+    experiment_of(*learning, method=method, splits=toys("own")).run(tmp_path / "run")
+    assert min(accuracies(tmp_path / "run").values()) > {"ridge": 0.6, "stsa": 0.8}[method]
+
+
 def test_a_run_comes_out_the_same_again_with_dropout(toys, experiment_of, encoder, tmp_path):
     results, splits = [], toys("own")
     for number in range(2):

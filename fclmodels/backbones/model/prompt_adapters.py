@@ -1,7 +1,8 @@
-"""Adapters that a method attaches to a frozen backbone: prompts selected by keys (L2P, DualPrompt), LoRA, or none.
+"""Adapters that a method attaches to a frozen backbone: prompts selected by keys, LoRA, bottlenecks, or none.
 
 An adapter is a mapping of JSON values: its "kind", and that kind's `Settings`. L2P is Wang et al. (CVPR 2022),
-DualPrompt Wang et al. (ECCV 2022), as PIP sec. 3.2 and 4.1 take them; LoRA is Hu et al. (2021).
+DualPrompt Wang et al. (ECCV 2022), as PIP sec. 3.2 and 4.1 take them; LoRA is Hu et al. (2021), AdaptFormer is Chen et
+al. (2022).
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.vit import Attached, LoraUpdate, VitNet
+from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate, VitNet
 from fclmodels.errors import UserError
 from fclmodels.randomness import generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
@@ -286,7 +287,46 @@ class LoraMatrices(nn.Module):
         self.B = nn.Parameter(torch.zeros(layers, 2, width, rank))
 
 
-KINDS: dict[str, type[Adapted]] = {kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit)}
+class AdaptFormer(AdaptedVit):
+    """A bottleneck beside each layer's perceptron (Chen et al. 2022); features are the class token."""
+
+    kind = "adaptformer"
+    uses_queries = False
+    prompts: "Bottlenecks"
+
+    class Settings(BaseSettings):
+        bottleneck: PositiveInt = Field(64, le=4096, description="m, the width of an adapter's hidden layer")
+        scale: PositiveFloat = Field(0.1, le=1000, description="factor on what an adapter adds")
+
+    def __init__(self, frozen: FeatureNet, settings: Settings, tasks: int) -> None:
+        super().__init__(frozen, settings, tasks)
+        self.scale = settings.scale
+        self.prompts = Bottlenecks(len(self.frozen.layers), settings.bottleneck, frozen.features)
+
+    def extract(
+        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
+    ) -> Features:
+        tensors = (self.prompts.down, self.prompts.down_bias, self.prompts.up, self.prompts.up_bias)
+        attached = {
+            layer: Attached(bottleneck=Bottleneck(*of_layer, self.scale))
+            for layer, of_layer in enumerate(zip(*tensors, strict=True))
+        }
+        return Features(self.encode(self.run_below(x) if below is None else below, attached)[:, 0])
+
+
+class Bottlenecks(nn.Module):
+    """down [layers, m, D] and up [layers, D, m] with their biases [layers, m] and [layers, D]; they add 0 at first."""
+
+    def __init__(self, layers: int, hidden: int, width: int) -> None:
+        super().__init__()
+        bound = width**-0.5  # Kaiming's uniform for a gain of sqrt(5) is 1 / sqrt(width), as a linear layer has
+        self.down = nn.Parameter((2 * torch.rand(layers, hidden, width) - 1) * bound)
+        self.down_bias = nn.Parameter(torch.zeros(layers, hidden))
+        self.up = nn.Parameter(torch.zeros(layers, width, hidden))
+        self.up_bias = nn.Parameter(torch.zeros(layers, width))
+
+
+KINDS: dict[str, type[Adapted]] = {kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit, AdaptFormer)}
 
 
 def adapt(backbone: FeatureNet, adapter: Mapping[str, Any], tasks: int) -> Adapted:

@@ -152,9 +152,8 @@ def add_noise_to_part(part: Part, bound: float, joins: bool, deviation: float, r
 def find_largest_epsilon(method: "Method", ledger: pl.DataFrame) -> dict[str, Any]:
     """Return epsilon of the client with the most releases in the ledger, and what it covers."""
     privacy = method.run.params.federation.privacy
-    up = ledger.filter(pl.col("direction") == "up", pl.col("kind") != "protocol")
-    if privacy.covers == "knowledge":
-        up = up.filter(~pl.col("part").is_in([WEIGHT, *OF_UPDATES, LOG]))
+    uncovered = [WEIGHT, *OF_UPDATES, LOG] if privacy.covers == "knowledge" else [WEIGHT]
+    up = ledger.filter(pl.col("direction") == "up", pl.col("kind") != "protocol", ~pl.col("part").is_in(uncovered))
     exchange = pl.struct("task", pl.coalesce("base_round", "round"))
     releases = max(up.group_by("client").agg(exchange.n_unique().alias("releases"))["releases"], default=0)
     z = privacy.multiplier if privacy.shared else privacy.multiplier / 2

@@ -218,8 +218,14 @@ def test_who_is_set_aside_says_nothing_of_its_own_model(
     assert set(accuracy["client"].drop_nulls()) == set(range(5)) - bad
 
 
+SUMMED = (
+    *(("fedomg", "aligns them"), ("stamp", "aligns them"), ("nearest-prototype", "adds up counts")),
+    *(("ridge", "adds up products"), ("stsa", "adds up products")),
+)
+
+
 def test_rules_refuse_by_name_what_is_no_mean(method_of: Callable) -> None:
-    for name, why in (("fedomg", "aligns them"), ("stamp", "aligns them"), ("nearest-prototype", "adds up counts")):
+    for name, why in SUMMED:
         with pytest.raises(UserError, match=rf"federation\.aggregation: krum .*averaged; {name} {why}"):
             method_of(find("method", name), "federation.aggregation=krum")
     method_of(find("method", "stamp"), "federation.aggregation=krum", spatio=False)
@@ -272,7 +278,7 @@ def test_where_no_client_trains_none_can_be_bad(experiment_of: MakeExperiment) -
 def test_every_method_ends_with_a_finite_model_whatever_bad_clients_do(
     name: str, kind: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
-    averaged = name not in ("fedomg", "stamp", "nearest-prototype")
+    averaged = name not in dict(SUMMED)
     settings = (*of_kind(kind, "federation.attack.strength=2"), *(["federation.aggregation=median"] * averaged))
     try:
         experiment = experiment_of(*settings, method=name, splits=splits_of(clients=3, val=2))

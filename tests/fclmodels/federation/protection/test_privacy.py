@@ -228,6 +228,7 @@ METHODS = {  # with their settings, and the releases of two tasks of two rounds
     "fot": ((), 6),
     "special": (("methods.special.lambda=auto",), 4),
     "nearest-prototype": ((), 4),
+    "ridge": ((), 2),
     "pip-dualp": ((), 4),
 }
 
