@@ -63,6 +63,7 @@ PROFILES = {
         "union": "sequential",
         "samples": 1280,
         "batch_norm": "average",
+        "decay": "all",
         **PLAIN_TIP,
         "tip_rule": "release",
         "tip_rank": 20,
@@ -89,7 +90,8 @@ class FedProTIP(FedAvg):
         union: Literal["weighted-sum", "union", "sequential"] = Field(
             "weighted-sum",
             description="leading directions of the clients' weighted sum, by one threshold (ours); union: all clients' "
-            "bases (eq. 9); sequential: each client adds to the earlier ones' (release)",
+            "bases (eq. 9); sequential: each client adds to the earlier ones', and the very first takes a column less "
+            "than its threshold needs, but one (release)",
         )
         exchange: Literal["bases", "sketch"] = Field(
             "bases", description="a client's bases, or a Gaussian sketch of them that is only summed (eq. 40)"
@@ -356,7 +358,9 @@ class FedProTIP(FedAvg):
         if self.settings.rank_rule == "residual-mass":
             return rank_by_mass(sigma, threshold)
         energy = X.measure_energy()
-        return rank_by_energy(sigma, X.measure_energy(basis) / energy if energy else 0.0, threshold)
+        rank = rank_by_energy(sigma, X.measure_energy(basis) / energy if energy else 0.0, threshold)
+        is_very_first = self.settings.union == "sequential" and not basis.shape[1]
+        return max(rank - 1, 1) if is_very_first else rank
 
 
 def add_by_name(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -207,6 +207,20 @@ def test_the_sequential_variant_is_no_larger_and_asks_one_client_at_a_time(
     assert columns["backbone.fc1"] == [32, 32]  # four clients with eight images each
 
 
+def test_the_very_first_client_of_the_sequential_variant_takes_a_column_less_than_its_threshold_needs(
+    method_of: Callable, federate: Callable
+) -> None:
+    release = {"rank_rule": "total-energy", "threshold": 0.9, **FIXED}
+    union, one_by_one = (method_of(Recording, *MLP, **release, union=kind) for kind in ("union", "sequential"))
+    ranks = []
+    for method in (union, one_by_one):
+        federate(method, 1)
+        directions = method.those("bases", 0)[0][0].parts["directions"].tensors
+        ranks.append({name: U.shape[1] for name, U in directions.items()})
+    assert any(rank > 1 for rank in ranks[0].values())
+    assert ranks[1] == {name: max(rank - 1, 1) for name, rank in ranks[0].items()}
+
+
 def test_the_sequential_bases_cover_every_client_up_to_the_threshold(method_of: Callable, federate: Callable) -> None:
     """GPM's criterion for the last client, on the final basis."""
     method = method_of(FedProTIP, *MLP, profile="release", threshold=0.9, tip=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from fclmodels.backbones.model.network import Network, build_skeleton
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -158,6 +160,27 @@ def test_vectors_and_statistics_after_the_first_task(
     assert all(not torch.equal(first[name], start[name]) for name in vector_names)
     stayed = {name for name in vector_names if torch.equal(second[name], first[name])}
     assert stayed == (set(vector_names) if vectors == "frozen" else set())
+
+
+def test_in_the_releases_reading_protected_weights_and_vectors_decay(
+    method_of: Callable, after_each_task: Callable
+) -> None:
+    """Every step multiplies them by 1 - lr * weight_decay; each client takes as many."""
+    decaying = ("optimizer.weight_decay=0.05", "optimizer.momentum=0", "optimizer.lr=0.05", "federation.rounds=1")
+    method = method_of(Double, *MLP, *decaying, **PART_OF_IT, decay="all")
+    first, second = after_each_task(method)
+    basis, old, new = first.knowledge["bases"]["backbone.fc1"], first.weights, second.weights
+    steps = torch.tensor((1 - 0.05 * 0.05) ** np.arange(1, 30))
+    factor = float(new["backbone.fc1.bias"][0] / old["backbone.fc1.bias"][0])
+    assert (steps - factor).abs().min() < 1e-9
+    for name, protected in (("backbone.fc1.weight", basis), ("backbone.fc1.bias", torch.ones(1))):
+        before, after = (w[name].reshape(len(w[name]), -1) @ protected.to(w[name].dtype) for w in (old, new))
+        torch.testing.assert_close(after, factor * before, rtol=0, atol=1e-9)
+
+
+def test_decay_of_all_needs_sgd(method_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"decay: all needs optimizer\.kind: sgd"):
+        method_of(FedProTIP, *ADAM, decay="all")
 
 
 def test_frozen_blocks_have_no_bases_and_stay(method_of: Callable, after_each_task: Callable) -> None:
