@@ -28,7 +28,7 @@ from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.coreset_memory import embed
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, count_columns, find_columns, join_heads
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, count_columns, find_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.exemplar_losses import binary_distillation_loss
 from fclmodels.numerics.fitted_heads import NEVER
@@ -92,9 +92,7 @@ class Icarl(Rehearsed):
         return Answer({"means": {"weight": weight, "sum": total}}, memory)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, teacher = training.network, training.part(LastModel)
-        logits = join_heads(network, training.features(batch))
-        labels = find_columns(network.spec, batch.labels, batch.tasks)
+        teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)
         if teacher is None:
             return binary_distillation_loss(logits, labels, labels[:0], None)
         answers = teacher.answer(batch.inputs)[1][:, teacher.old]

@@ -8,7 +8,7 @@ All heads' logits stand side by side, so that tasks with heads of their own have
 present task's columns are new, all others old: where tasks share all classes none is old, and nothing is distilled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from pydantic import Field, PositiveInt
@@ -18,6 +18,7 @@ from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec, get_task_columns, to_local_labels
 from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
@@ -63,6 +64,8 @@ class Rehearsed(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
+        if run.spec(1).head == "growing" and not self.loss_is_over_seen(run.spec(1)):
+            raise UserError(f"methods.{self.name}: its loss is over all classes so far. Use model.loss_over: seen.")
         self.memory = ExemplarMemory(settings)
         self.teachers = NetworkCache(run.device, self.prepare_network)
         self.select = self.declare(Exchange("select", self.payload, self.select_exemplars, self.select_form))
@@ -94,10 +97,16 @@ class Rehearsed(FedAvg):
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:
             last = self.teachers.load(self.run.spec(training.client.task), payload["anchor"].tensors)
-            training.add(LastModel(last, find_new_columns(training.network.spec, self.run.device)))
+            training.add(LastModel(last, list_task_columns(training.network.spec, self.run.device)[-1]))
 
     def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
+
+    def score(self, training: LocalTraining, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return all heads' logits [B, columns] of a batch, and its labels [B] as columns."""
+        network = training.network
+        labels = find_columns(network.spec, batch.labels, batch.tasks)
+        return join_heads(network, training.features(batch)), labels
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return earlier tasks' own heads too: exemplars go through them."""
@@ -114,19 +123,25 @@ def count_columns(spec: ModelSpec) -> int:
     return sum(len(labels) for labels in spec.head_labels)
 
 
-def find_new_columns(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Return the columns of the last task's classes."""
+def list_task_columns(spec: ModelSpec, device: torch.device) -> list[Tensor]:
+    """Return the columns of each task's classes."""
     if spec.head == "growing":
-        return get_task_columns(spec, len(spec.tasks) - 1, device)
-    return torch.arange(count_columns(spec) - len(spec.tasks[-1]), count_columns(spec), device=device)
+        return [get_task_columns(spec, task, device) for task in range(len(spec.tasks))]
+    sizes = [len(classes) for classes in spec.tasks]
+    return list(torch.arange(sum(sizes), device=device).split(sizes))
 
 
 def find_columns(spec: ModelSpec, labels: Tensor, tasks: Tensor) -> Tensor:
     """Return the column [B] of each sample's class among all heads' logits."""
     if spec.head == "growing":
         return labels
-    columns, start = torch.zeros_like(labels), 0
-    for task, classes in enumerate(spec.tasks):
-        columns = torch.where(tasks == task, start + to_local_labels(spec, task, labels), columns)
-        start += len(classes)
+    columns = labels
+    for task, own in enumerate(list_task_columns(spec, labels.device)):
+        columns = torch.where(tasks == task, own[0] + to_local_labels(spec, task, labels), columns)
     return columns
+
+
+def list_old_groups(columns: Sequence[Tensor]) -> list[Tensor]:
+    """Return the columns of each task but the last, without those that the last one has too."""
+    *old, new = columns
+    return [group[~torch.isin(group, new)] for group in old if not torch.isin(group, new).all()]

@@ -77,13 +77,16 @@ class Replay:
         self.random = client.generator("replay")
         self.augmenting = client.run.batches.make_device_generator(self.random)
 
-    def draw(self) -> Batch:
-        return draw_batch(self.client, self.samples, self.random, self.augmenting)
+    def draw(self, count: int | None = None) -> Batch:
+        return draw_batch(self.client, self.samples, self.random, self.augmenting, count)
 
 
-def draw_batch(client: Client, samples: Batch, random: torch.Generator, augmenting: torch.Generator) -> Batch:
-    """Return as many stored samples as a batch has (or all), without replacement and ready to train on."""
-    places = torch.randperm(len(samples.labels), generator=random)[: client.run.params.federation.batch_size]
+def draw_batch(
+    client: Client, samples: Batch, random: torch.Generator, augmenting: torch.Generator, count: int | None = None
+) -> Batch:
+    """Return so many stored samples (None: as a batch has; or all), without replacement and ready to train on."""
+    count = count or client.run.params.federation.batch_size
+    places = torch.randperm(len(samples.labels), generator=random)[:count]
     return client.run.batches.augment_raw(samples.take(places), augmenting)
 
 

@@ -1,8 +1,10 @@
 """Short ways for tests of methods that learn something at the end of each task, or bend local training."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -46,3 +48,22 @@ def training_on() -> Callable[..., LocalTraining]:
         return training
 
     return make
+
+
+@pytest.fixture(scope="session")
+def mlp() -> SimpleNamespace:
+    """The multi-layer perceptron without dropout in NumPy: features, and the logits of all heads side by side."""
+
+    def features(weights: dict[str, Tensor], x: Tensor) -> np.ndarray:
+        h = x.double().flatten(1).numpy()
+        for layer in ("fc1", "fc2", "fc3"):
+            w, b = (weights[f"backbone.{layer}.{part}"].double().numpy() for part in ("weight", "bias"))
+            h = np.maximum(h @ w.T + b, 0)
+        return h
+
+    def logits(weights: dict[str, Tensor], x: Tensor) -> np.ndarray:
+        h, heads = features(weights, x), sorted({n.split(".")[1] for n in weights if n.startswith("heads.")})
+        of_heads = [[weights[f"heads.{head}.{part}"].double().numpy() for part in ("weight", "bias")] for head in heads]
+        return np.concatenate([h @ w.T + b for w, b in of_heads], axis=1)
+
+    return SimpleNamespace(features=features, logits=logits)
