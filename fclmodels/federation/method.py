@@ -60,8 +60,8 @@ class Method:
         self.settings = settings
         self.run = run
         self.exchanges: dict[str, Exchange] = {}
-        self.auxiliaries = AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device)
         self.networks = NetworkCache(run.device, self.prepare_network)
+        self.auxiliaries = AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device)
         rule = run.params.federation.aggregation
         if rule != "mean" and (obstacle := self.obstacle_to_robust_rules):
             raise UserError(f"federation.aggregation: {rule} is for updates that are averaged; {self.name} {obstacle}")
