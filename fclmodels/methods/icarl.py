@@ -14,25 +14,20 @@ knowledge: `anchor`; `means` {weight [C, F], bias [C]} as a head: the nearest of
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Form
-from fclmodels.federation.messages import Payload, make_outline
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.coreset_memory import embed
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, count_columns, find_columns
-from fclmodels.methods.parts.replay_memory import unpack_samples
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns
+from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.numerics.exemplar_losses import binary_distillation_loss
-from fclmodels.numerics.fitted_heads import NEVER
-from fclmodels.numerics.prototypes import LEAST
 
 
 class Icarl(Rehearsed):
@@ -56,11 +51,8 @@ class Icarl(Rehearsed):
         replies = cohort.ask(self.select, server, clients=cohort.everyone)
         if self.settings.answers == "head":
             return server
-        sums, noise = replies.sum("means"), replies.noise("means")
-        present = sums["weight"] > LEAST * noise
-        directions = normalize(sums["sum"]).where(present[:, None], 0.0).float()
-        bias = torch.zeros(len(present)).masked_fill(~present, NEVER)
-        return replace(server, knowledge={**server.knowledge, "means": {"weight": directions, "bias": bias}})
+        means = fit_directions(replies.sum("means"), replies.noise("means"))
+        return replace(server, knowledge={**server.knowledge, "means": means})
 
     def fitted_head(self, server: Server) -> FittedHead | None:
         """Return the means of exemplars; None while a task is learned."""
@@ -70,26 +62,15 @@ class Icarl(Rehearsed):
         if self.settings.answers == "head":
             return {}
         network = self.networks.of(self.run.spec(task + 1))
-        columns, most = count_columns(network.spec), self.memory.limit(network.spec)
-        shapes = {"weight": (columns,), "sum": (columns, network.backbone.features)}
-        # Of m features of length 1, counts and sums are each m long at most.
-        return {"means": make_outline("prototype", shapes, torch.float64, bound=2**0.5 * most)}
+        return {"means": outline_sums(network, self.memory.limit(network.spec))}
 
-    @torch.no_grad()
     def select_exemplars(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with exemplars of the task, and their sums and numbers by class."""
         network = self.load_final(client, payload)
         memory = self.memory.add_task(client, network)
         if self.settings.answers == "head":
             return Answer({}, memory)
-        columns, samples = count_columns(network.spec), unpack_samples(memory)
-        weight = torch.zeros(columns, dtype=torch.float64)
-        total = torch.zeros(columns, network.backbone.features, dtype=torch.float64)
-        if samples is not None:
-            places = find_columns(network.spec, samples.labels, samples.tasks).cpu()
-            weight = places.bincount(minlength=columns).double()
-            total = total.index_add(0, places, normalize(embed(client, network, samples).double()))
-        return Answer({"means": {"weight": weight, "sum": total}}, memory)
+        return Answer({"means": sum_features(client, network, memory)}, memory)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)

@@ -6,17 +6,16 @@ to z of length 1. Of all 2B views i, with P(i) the other views of i's class (Kho
 
     L = mean_i  -1/|P(i)| sum_{p in P(i)} log( exp(z_i z_p / tau) / sum_{a != i} exp(z_i z_a / tau) )
 
-The network answers with the class whose mean feature, of features of length 1, is nearest. No head is trained. After a
-task each client, also one that had nothing of it, sends the sums of the features of its stored samples on the final
-model, by class, and their numbers; so old classes' means are those on the present model. FedProTIP (Table 5) averages
-prototypes over clients and keeps samples local; that a client's mean counts by its number of samples is ours.
+No head is trained: after a task each client, also one that had nothing of it, sends the sums of its stored samples'
+features (stored_means.py), and the nearest mean answers, also for old classes on the present model. FedProTIP (Table 5)
+averages prototypes over clients and keeps samples local; that a client's mean counts by its number of samples is ours.
 
 In the release a batch enters the memory at once, and there is no step while that is empty; here a task's samples enter
 at its end, as ER's do, and the first task trains on new samples alone (ours). Its further pass over the memory after a
 task, with a tenth of the gradients, is left out. A class of which no client stores samples is never the answer; the
 release draws its mean. During a task (`monitors.accuracy`) the means are the last task's, and new classes have none.
 
-knowledge: `means`, {weight [L], sum [L, F]} of all classes.
+knowledge: `means` {weight [C, F], bias [C]} as a head.
 """
 
 from collections.abc import Mapping
@@ -36,17 +35,17 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Payload, make_outline
-from fclmodels.federation.method import Obstacle
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.coreset_memory import embed
+from fclmodels.methods.parts.rehearsal import count_columns
 from fclmodels.methods.parts.replay_memory import Replaying, unpack_samples
+from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.methods.parts.strong_views import draw_strong_view
-from fclmodels.numerics.fitted_heads import fit_nearest_mean
+from fclmodels.numerics.fitted_heads import NEVER
 
 
 class Scr(Replaying):
@@ -75,10 +74,6 @@ class Scr(Replaying):
         super().__init__(settings, run)
         self.ask_means = self.declare(Exchange("means", self.means_payload, self.add_up_features, self.means_form))
 
-    @property
-    def obstacle_to_noise(self) -> Obstacle | None:
-        return Obstacle("sends sums over all that a client stores, which have no bound", "Use er")
-
     def auxiliary_networks(self) -> list[Auxiliary]:
         spec = {"features": self.networks.of(self.run.spec(1)).backbone.features, "outputs": self.settings.projection}
         return [Auxiliary("projection", spec, build_projection, "averaged", self.run.params.optimizer)]
@@ -87,24 +82,20 @@ class Scr(Replaying):
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         server = super().finish_task(server, cohort)
-        sums = cohort.ask(self.ask_means, server, clients=cohort.everyone).sum("means")
-        return replace(server, knowledge={**server.knowledge, "means": sums})
+        replies = cohort.ask(self.ask_means, server, clients=cohort.everyone)
+        means = fit_directions(replies.sum("means"), replies.noise("means"))
+        return replace(server, knowledge={**server.knowledge, "means": means})
 
     def means_payload(self, server: Server) -> Payload:
         """Return the model alone: the projection is for training."""
         return {"weights": self.payload(server)["weights"]}
 
     def fitted_head(self, server: Server) -> FittedHead | None:
-        """Return the head whose largest logit is the nearest mean; None before the end of the first task.
-
-        A feature's own length is a factor on all of its logits: they are compared as those of length 1 are.
-        """
-        if (sums := server.knowledge.get("means")) is None:
+        """Return the means, with columns that never answer for classes that came since; None in the first task."""
+        if (means := server.knowledge.get("means")) is None:
             return None
-        new = server.spec.label_count - len(sums["weight"])
-        head = fit_nearest_mean(pad(sums["weight"].sign(), (0, new)), pad(normalize(sums["sum"]), (0, 0, 0, new)))
-        columns = self.columns(server).labels.to(head.bias.device)
-        return FittedHead(head.weight[columns], head.bias[columns])
+        new = count_columns(server.spec) - len(means["bias"])
+        return FittedHead(pad(means["weight"], (0, 0, 0, new)), pad(means["bias"], (0, new), value=NEVER))
 
     # On a client.
 
@@ -123,20 +114,13 @@ class Scr(Replaying):
         return contrast(torch.cat(outputs), labels.repeat(2), self.settings.temperature)
 
     def means_form(self, task: int, round: int) -> Form:
-        spec = self.run.spec(task + 1)
-        shapes = {"weight": (spec.label_count,), "sum": (spec.label_count, self.networks.of(spec).backbone.features)}
-        return {"means": make_outline("prototype", shapes, torch.float64)}
+        tasks = task + 1 if self.settings.memory_of == "each-task" else 1
+        return {"means": outline_sums(self.networks.of(self.run.spec(task + 1)), tasks * self.settings.memory)}
 
     def add_up_features(self, client: Client, payload: Payload) -> Answer:
-        """Return the numbers of stored samples and the sums of their features of length 1, by class."""
-        outlines = self.means_form(client.task, client.round)["means"].tensors
-        sums = {name: torch.zeros(outline.shape, dtype=outline.dtype) for name, outline in outlines.items()}
-        if (samples := unpack_samples(client.memory)) is not None:
-            network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
-            labels, features = samples.labels.cpu(), normalize(embed(client, network, samples).double())
-            sums["weight"].index_add_(0, labels, features.new_ones(len(labels)))
-            sums["sum"].index_add_(0, labels, features)
-        return Answer({"means": sums}, client.memory)
+        """Return the sums of a client's stored samples' features, and their numbers."""
+        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        return Answer({"means": sum_features(client, network, client.memory)}, client.memory)
 
 
 class Views:

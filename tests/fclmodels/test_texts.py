@@ -146,7 +146,9 @@ def test_what_is_for_images_only_is_refused(toys, params_of, method_of, encoder)
         Run.on(params_of(*chosen_model(encoder), "augment.flip=true"), splits, seed=0)
     with pytest.raises(UserError, match=r"^methods.fot finds bases from images, these samples are texts. Use another"):
         method_of(Fot, *chosen_model(encoder), splits=splits).setup()
-    with pytest.raises(UserError, match=r"^methods.scr alters images for second views, these samples are texts. Use er"):
+    with pytest.raises(
+        UserError, match=r"^methods.scr alters images for second views, these samples are texts. Use er"
+    ):
         method_of(Scr, *chosen_model(encoder), splits=splits)
     with pytest.raises(UserError, match=r"^stream.kind: permuted-pixels needs images, these samples are texts. Use an"):
         toys("own", "permuted-pixels", tasks=2)
