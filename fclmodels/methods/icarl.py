@@ -25,7 +25,7 @@ from fclmodels.federation.messages import Payload
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed
 from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.numerics.exemplar_losses import binary_distillation_loss
 
