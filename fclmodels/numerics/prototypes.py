@@ -49,7 +49,7 @@ def weigh(counted: Moments, w: float) -> Moments:
     """
     present = counted["weight"] > 0
     share = w / torch.where(present, counted["weight"], torch.inf)[:, None]
-    return {"weight": w * present.double(), "sum": share * counted["sum"], "square": share * counted["square"]}
+    return {"weight": w * present.double(), **{n: share * value for n, value in counted.items() if n != "weight"}}
 
 
 def fit_gaussians(total: Moments) -> Gaussians:
@@ -138,5 +138,5 @@ def from_units(total: Moments, bound: float, noise: float) -> Moments:
     scaled = {name: value * bound ** POWERS[name] for name, value in total.items()}
     most = weight[:, None] * bound
     shrunk = (most / scaled["sum"].norm(dim=1, keepdim=True)).clamp(max=1).nan_to_num(0)
-    square = torch.minimum(scaled["square"].clamp(min=0), most * bound)
-    return {"weight": weight, "sum": scaled["sum"] * shrunk, "square": square}
+    squares = {"square": torch.minimum(scaled["square"].clamp(min=0), most * bound)} if "square" in scaled else {}
+    return {"weight": weight, "sum": scaled["sum"] * shrunk, **squares}
