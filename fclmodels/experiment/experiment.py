@@ -161,7 +161,7 @@ class Experiment:
         tables = run_folder.gather_tables(self.store, outcomes, ("monitors", "rounds"))
         if "monitors" not in tables or tables["monitors"].is_empty():
             return None
-        from fclmodels.federation.monitors.theorem2 import add_bounds
+        from fclmodels.federation.monitors.oracles.theorem2 import add_bounds
 
         return add_bounds(tables["monitors"], tables["rounds"], self.params.optimizer.lr)
 

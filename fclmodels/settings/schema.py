@@ -166,14 +166,18 @@ class MonitorSettings(Settings):
         description="an oracle that reads old tasks' train data: alignment of clients' gradients with earlier tasks', "
         "these tasks' loss and a bound of it, the gradient over all tasks (SPECIAL Theorems 4.7 and 4.10)",
     )
+    client_models: bool = Field(
+        False,
+        description="local and global accuracy of the clients' own models after a task's last round, which each client "
+        "repeats (STAMP Figure 1)",
+    )
     every: PositiveInt = Field(5, description="rounds between two looks of a monitor within a task")
 
     @property
     def round_monitors(self) -> tuple[str, ...]:
         """Names of the monitors that are on and look at rounds."""
-        return tuple(
-            name for name in ("gradients", "accuracy", "drift", "conflicts", "transfer") if getattr(self, name)
-        )
+        names = ("gradients", "accuracy", "drift", "conflicts", "transfer", "client_models")
+        return tuple(name for name in names if getattr(self, name))
 
 
 class ExperimentSettings(Settings):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # Torch's threads while the server aggregates and no client trains. The same number everywhere: bits may depend on it.
 AGGREGATING = 2
-RoundObserver = Callable[[Server, Server, int], None]  # gets the server before and after a round, and the round
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,9 @@ class Position:
     round: int  # the next one
     late: dict[int, Late] = field(default_factory=dict)  # replies that have not arrived yet, by client
     usual_length: float = 0.0  # of updates: the largest of the rounds' medians so far
+
+
+RoundObserver = Callable[[Position, Position], None]  # gets what a round began from, and where it ended
 
 
 def learn(
@@ -64,10 +66,10 @@ def learn(
     if position is None:
         position = begin_task(method, server, memories, task, executor, checkpoints, ledger, listener, server_training)
     while position.round < rounds:
-        before = position.server if look else None
-        position = run_round(method, position, task, executor, checkpoints, ledger, listener)
-        if look and before:
-            look(before, position.server, position.round - 1)
+        before = position
+        position = run_round(method, before, task, executor, checkpoints, ledger, listener)
+        if look:
+            look(before, position)
         if position.round == rounds or checkpoints.age >= method.run.params.federation.checkpoint_seconds:
             checkpoints.commit(position)
     return position

@@ -2,7 +2,6 @@
 
 used_share: r / d of each protected layer after each task (FOT Table 3, Figure 7), and their mean (layer null).
 accuracy, drift: after every so many rounds, and after a task's last one (progress.py).
-gradients: the share of gradients that the method lets through, before every so many rounds (gradients.py), and the loss
-increase of old tasks beside FedProTIP's Theorem 2 (theorem2.py).
-conflicts: cosines between gradients of clients and of tasks, before every so many rounds (conflicts.py).
+client_models: accuracy of the clients' own models after a task's last round, local and global (STAMP Figure 1).
+oracles/: gradients, conflicts and transfer, which read train rows of earlier tasks.
 """

@@ -29,11 +29,16 @@ import polars as pl
 
 from fclmodels.federation import evaluation
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.gradients import compute_squared_norm, measure_largest_gradient, refuse_personal
+from fclmodels.federation.monitors.oracles.gradients import (
+    compute_squared_norm,
+    measure_largest_gradient,
+    refuse_personal,
+)
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
     from fclmodels.federation.method import Method
 
 
@@ -45,10 +50,11 @@ class Accuracy(Monitor):
         super().__init__(task, log)
         self.method = method
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
+        round = before.round
         if not is_due(self.method, self.task, round):
             return
-        accuracies = evaluate_so_far(self.method, after)
+        accuracies = evaluate_so_far(self.method, after.server)
         for about, accuracy in accuracies.items():
             self.note("accuracy", accuracy, round, about)
         self.note("accuracy", sum(accuracies.values()) / len(accuracies), round)
@@ -62,12 +68,13 @@ class Drift(Monitor):
         self.method = method
         self.start = start
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
+        round = before.round
         if self.task == 0 or not is_due(self.method, self.task, round):
             return
-        self.note("drift", measure_drift(self.method, after, self.start), round)
-        if weight := self.method.anchor_weight(after):
-            G = measure_largest_gradient(self.method, before, self.task)
+        self.note("drift", measure_drift(self.method, after.server, self.start), round)
+        if weight := self.method.anchor_weight(after.server):
+            G = measure_largest_gradient(self.method, before.server, self.task)
             self.note("largest_gradient", G, round)
             self.note("drift_bound", bound_movement(self.method, self.task, round) * G / weight, round)
 
@@ -80,7 +87,11 @@ def is_due(method: "Method", task: int, round: int) -> bool:
 
 def evaluate_so_far(method: "Method", server: Server) -> dict[int, float]:
     """Return the accuracy by task, up to the one being learned; of the tasks that have test rows."""
-    table = evaluation.evaluate_learned(method, server)
+    return read_accuracies(evaluation.evaluate_learned(method, server), server)
+
+
+def read_accuracies(table: pl.DataFrame, server: Server) -> dict[int, float]:
+    """Return the accuracy by task in a table: of all rows together, with the task given where each has its own head."""
     reading = "task_aware" if server.spec.head == "per-task" else "task_agnostic"
     rows = table.filter(pl.col("reading") == reading, pl.col("client").is_null(), pl.col("total") > 0).sort("task")
     return {task: correct / total for task, correct, total in rows.select("task", "correct", "total").iter_rows()}

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.server import Server
 from fclmodels.tables import MONITORS
+
+if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
 
 
 def make_table(rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
@@ -30,8 +33,8 @@ class Monitor:
         self.task = task
         self.log = log
 
-    def look(self, before: Server, after: Server, round: int) -> None:
-        """Observe the server before and after a round."""
+    def look(self, before: "Position", after: "Position") -> None:
+        """Observe what a round began from, and where it ended."""
         raise NotImplementedError
 
     def on_task_learned(self, server: Server) -> None:

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.conflicts import Conflicts
-from fclmodels.federation.monitors.gradients import Oracle
+from fclmodels.federation.monitors.client_models import ClientModels
+from fclmodels.federation.monitors.oracles.conflicts import Conflicts
+from fclmodels.federation.monitors.oracles.gradients import Oracle
+from fclmodels.federation.monitors.oracles.transfer import Transfer
 from fclmodels.federation.monitors.progress import Accuracy, Drift
 from fclmodels.federation.monitors.rows import Monitor, make_table
-from fclmodels.federation.monitors.transfer import Transfer
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
     from fclmodels.federation.method import Method
 
 
@@ -33,10 +35,12 @@ class Watch:
             self.monitors.append(Conflicts(method, task, log))
         if on.transfer:
             self.monitors.append(Transfer(method, task, log, start))
+        if on.client_models:
+            self.monitors.append(ClientModels(method, task, log))
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
         for monitor in self.monitors:
-            monitor.look(before, after, round)
+            monitor.look(before, after)
 
     def on_task_learned(self, server: Server) -> None:
         for monitor in self.monitors:

@@ -27,6 +27,7 @@ def build_monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         "gradients": [chart for name in ("rho", "beta") if (chart := _draw_monitor(groups, name)).curves],
         "conflicts": [chart for name in CONFLICTS if (chart := _draw_monitor(groups, name)).curves],
         "transfer": [chart for name in TRANSFER if (chart := _draw_monitor(groups, name)).curves],
+        "client_models": [chart for name in CLIENT_MODELS if (chart := _draw_monitor(groups, name)).curves],
         "boundaries": draw_boundaries(groups),
         "drift": draw_drift(groups),
         "bounds": [
@@ -50,9 +51,11 @@ TRANSFER = {
     "old_loss_bound": "Its bound",
     "gradient_norm": "Gradient over all tasks",
 }
+CLIENT_MODELS = {"local_accuracy": "On the client’s own test rows", "global_accuracy": "On all clients’"}
 TITLES = (
     CONFLICTS
     | TRANSFER
+    | CLIENT_MODELS
     | {
         "used_share": "Mean over layers",
         "rho": "ρ, the task being learned",
@@ -69,6 +72,8 @@ LABELS = {
     "cosine_tasks": "cosine, %",
     "negative_tasks": "pairs, %",
     "epsilon": "cosine, %",
+    "local_accuracy": "accuracy, %",
+    "global_accuracy": "accuracy, %",
     "old_loss": "loss",
     "old_loss_bound": "loss",
     "gradient_norm": "length",

@@ -26,7 +26,7 @@ from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.method import Method
-from fclmodels.federation.monitors.gradients import measure_largest_gradient
+from fclmodels.federation.monitors.oracles.gradients import measure_largest_gradient
 from fclmodels.federation.monitors.rows import make_table
 from fclmodels.federation.monitors.watch import Watch
 from fclmodels.federation.server import Server

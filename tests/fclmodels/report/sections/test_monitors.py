@@ -42,6 +42,16 @@ def test_monitors_are_shown_where_a_run_has_them(tmp_path, folders):
     assert re.findall(r"<span>(\w+)</span></a> <span class=\"muted\">\((n = \d)\)", legend) == [("fot", "n = 2")]
 
 
+def test_clients_models_have_a_chart_of_each_accuracy(tmp_path, folders):
+    rows = [make_row("local_accuracy", 1, 0.75, 9), make_row("global_accuracy", 1, 0.5, 9)]
+    text = render_page([*folders[3:6], write_monitored_run(tmp_path / "fot-0", "fot", 0, rows)])
+    HtmlTables(text)
+    assert "The clients’ own models" in text
+    for point in ("fot, 2: 75.0", "fot, 2: 50.0"):
+        assert point in text
+    assert "The clients’ own models" not in render_page(folders[3:6])
+
+
 def test_conflicts_between_gradients_are_shown_below_zero_and_above_one(tmp_path, folders):
     of_seeds = [
         [make_row("cosine_clients", 1, cosine, round) for round, cosine in ((0, -0.5), (5, 0.1))]

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.gradients import iterate_mini_batches, list_trainings, refuse_personal
+from fclmodels.federation.monitors.oracles.gradients import iterate_mini_batches, list_trainings, refuse_personal
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.numerics.alignment import Named, gram, iterate_columns
 
 if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
     from fclmodels.federation.method import Method
 
 
@@ -45,14 +46,15 @@ class Conflicts(Monitor):
         super().__init__(task, log)
         self.method = method
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
         """Note the conflicts between gradients before a round."""
+        round, server = before.round, before.server
         if round % self.method.run.params.monitors.every:
             return
-        moving = self.method.trainable(self.method.networks.load(before.spec, before.weights), before.task).keys()
+        moving = self.method.trainable(self.method.networks.load(server.spec, server.weights), server.task).keys()
         current = {
-            training.client.index: gradient(self.method, before, training, moving)
-            for _, training in list_trainings(self.method, before, self.task)
+            training.client.index: gradient(self.method, server, training, moving)
+            for _, training in list_trainings(self.method, server, self.task)
         }
         G = compute_inner_products(list(current.values()))
         between = compute_cosines(G)
@@ -60,7 +62,7 @@ class Conflicts(Monitor):
         self.note("negative_clients", compute_negative_share(between), round)
         if len(G) > 1:
             self.note("divergence", compute_divergence(G), round)
-        of_clients = [values for values in self.compare_with_earlier(before, current, moving).values() if len(values)]
+        of_clients = [values for values in self.compare_with_earlier(server, current, moving).values() if len(values)]
         if of_clients:
             self.note("cosine_tasks", sum(float(values.mean()) for values in of_clients) / len(of_clients), round)
             self.note(

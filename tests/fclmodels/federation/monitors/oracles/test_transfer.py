@@ -12,7 +12,8 @@ from torch import Tensor
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.transfer import Transfer
+from fclmodels.federation.engine.rounds import Position
+from fclmodels.federation.monitors.oracles.transfer import Transfer
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
@@ -39,7 +40,7 @@ def at(server: Server, x: float, y: float) -> Server:
 
 
 def look_at(monitor: Transfer, before: Server, round: int = 0) -> dict[str, float]:
-    monitor.look(before, before, round)
+    monitor.look(Position(before, {}, round), Position(before, {}, round + 1))
     rows = [row for row in monitor.log.rows() if row["round"] == round]
     assert len({row["monitor"] for row in rows}) == len(rows)
     return {row["monitor"]: row["value"] for row in rows}

@@ -39,6 +39,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.network_cache import NetworkCache
 
 if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
     from fclmodels.federation.method import Method
 
 
@@ -50,20 +51,21 @@ class Oracle(Monitor):
         super().__init__(task, log)
         self.method = method
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
         """Note the gradients before a round, and how much they change during it."""
+        round, start, end = before.round, before.server, after.server
         if round % self.method.run.params.monitors.every:
             return
         for about in range(self.task + 1):
-            gradient, second_moment = measure_slope(self.method, before, about)
-            share = compute_admissible_share(self.method, before, gradient)
+            gradient, second_moment = measure_slope(self.method, start, about)
+            share = compute_admissible_share(self.method, start, gradient)
             if about == self.task:
                 self.note("rho", share, round)
             else:
                 self.note("beta", share**0.5, round, about)
             self.note("second_moment", second_moment, round, about)
-            turned = compute_distance(gradient, measure_slope(self.method, after, about)[0], gradient)
-            moved = compute_distance(before.weights, after.weights, gradient)
+            turned = compute_distance(gradient, measure_slope(self.method, end, about)[0], gradient)
+            moved = compute_distance(start.weights, end.weights, gradient)
             self.note("smoothness", turned / moved if moved else math.nan, round, about)
 
     def on_task_learned(self, server: Server) -> None:

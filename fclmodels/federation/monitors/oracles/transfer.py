@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.conflicts import gradient
-from fclmodels.federation.monitors.gradients import (
+from fclmodels.federation.monitors.oracles.conflicts import gradient
+from fclmodels.federation.monitors.oracles.gradients import (
     compute_squared_norm,
     list_trainings,
     loss,
@@ -35,6 +35,7 @@ from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 
 if TYPE_CHECKING:
+    from fclmodels.federation.engine.rounds import Position
     from fclmodels.federation.method import Method
 
 Named = Mapping[str, Tensor]
@@ -54,27 +55,28 @@ class Transfer(Monitor):
         """F_old(W*) and its gradient."""
         return self._measure_loss(self.start), self._measure_slope(self.start, self.task)
 
-    def look(self, before: Server, after: Server, round: int) -> None:
+    def look(self, before: "Position", after: "Position") -> None:
         """Note all of them before a round."""
+        round, server = before.round, before.server
         if round % self.method.run.params.monitors.every:
             return
         self.note(
-            "gradient_norm", sqrt(compute_squared_norm(self._measure_slope(before, self.task + 1).values())), round
+            "gradient_norm", sqrt(compute_squared_norm(self._measure_slope(server, self.task + 1).values())), round
         )
         if self.task == 0:
             return
         at_start, slope = self.old
         clients = [
-            gradient(self.method, before, training, training.parameters.keys())
-            for _, training in list_trainings(self.method, before, self.task)
+            gradient(self.method, server, training, training.parameters.keys())
+            for _, training in list_trainings(self.method, server, self.task)
         ]
         self.note("epsilon", min(compute_cosine(g, slope) for g in clients), round)
-        self.note("old_loss", self._measure_loss(before), round)
+        self.note("old_loss", self._measure_loss(server), round)
         moved = {
-            name: cut(before.weights[name], old).double() - old.double() for name, old in self.start.weights.items()
+            name: cut(server.weights[name], old).double() - old.double() for name, old in self.start.weights.items()
         }
         moved = {name: step for name, step in moved.items() if name in slope}
-        turned = self._measure_slope(before, self.task)
+        turned = self._measure_slope(server, self.task)
         change = [cut(turned[name], g) - g for name, g in slope.items()]
         # L/2 ||W - W*||^2 with L = ||change of the gradient|| / ||W - W*||.
         rest = sqrt(compute_squared_norm(change) * compute_squared_norm(moved.values())) / 2

@@ -24,8 +24,9 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.journal import Log
+from fclmodels.federation.engine.rounds import Position
 from fclmodels.federation.method import Method
-from fclmodels.federation.monitors import conflicts
+from fclmodels.federation.monitors.oracles import conflicts
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.er import Er
@@ -54,7 +55,7 @@ def learning(method: Method, task: int) -> Server:
 def seen_by(method: Method, server: Server, folder: Path, round: int = 0) -> dict[str, float]:
     """{monitor: value} of one look."""
     log = Log(folder / "log.jsonl")
-    conflicts.Conflicts(method, server.task, log).look(server, server, round)
+    conflicts.Conflicts(method, server.task, log).look(Position(server, {}, round), Position(server, {}, round + 1))
     rows = log.rows()
     log.close()
     assert all((row["task"], row["round"], row["about"]) == (server.task, round, None) for row in rows)

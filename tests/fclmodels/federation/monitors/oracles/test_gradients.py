@@ -25,9 +25,10 @@ from fclmodels.federation.engine.checkpoints import Checkpoints
 from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.engine.ledger import open_ledger
 from fclmodels.federation.engine.listener import Listener
+from fclmodels.federation.engine.rounds import Position
 from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.method import Method
-from fclmodels.federation.monitors import gradients, theorem2
+from fclmodels.federation.monitors.oracles import gradients, theorem2
 from fclmodels.federation.monitors.rows import make_row, make_table
 from fclmodels.federation.monitors.used_share import measure_used_shares
 from fclmodels.federation.server import Server
@@ -78,7 +79,7 @@ def random_bases(ranks: dict[str, int]) -> dict[str, Tensor]:
 def seen_by(method: Method, before: Server, after: Server, folder: Path) -> dict[tuple[str, int | None], float]:
     """{(monitor, about): value} of one look."""
     log = Log(folder / "log.jsonl")
-    gradients.Oracle(method, before.task, log).look(before, after, 0)
+    gradients.Oracle(method, before.task, log).look(Position(before, {}, 0), Position(after, {}, 1))
     rows = log.rows()
     log.close()
     assert {row["round"] for row in rows} == {0}
