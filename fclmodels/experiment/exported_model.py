@@ -1,20 +1,21 @@
 """A trained model by itself: the folder `model/` of a run, and its answers to samples of no split.
 
 The folder holds weights.safetensors, spec.json and, where there are, router.safetensors (task prediction),
-fitted_head.safetensors (a head that the server has fitted) and earlier.safetensors (the models of earlier tasks, where
+fitted_head.safetensors (a head that the server has fitted), own_model.json and own_model.safetensors (a model of the
+method's own, which answers in place of backbone and heads) and earlier.safetensors (the models of earlier tasks, where
 each has its own); serving.json has classes, tasks, normalisation, pixel orders and notes for a person.
 """
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import BaseModel, FiniteFloat, PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from fclmodels.backbones.layers.norms import BUFFERS, depends_on_batch, drop_statistics
 from fclmodels.backbones.model.network import Network, build_skeleton, find_misfit
@@ -25,9 +26,10 @@ from fclmodels.data.decoding import MOST_PIXELS, decode
 from fclmodels.data.sample_kind import TEXTS, count_channels, find_kind
 from fclmodels.errors import UserError
 from fclmodels.federation.method import Method
-from fclmodels.federation.prediction import Columns, FittedHead
+from fclmodels.federation.prediction import Columns, FittedHead, OwnModel, Predictor
 from fclmodels.federation.server import Server
 from fclmodels.numerics.task_relevance import Router, relevance
+from fclmodels.plugins import find
 from fclmodels.storage import trees
 from fclmodels.storage.sealed_json import refuse_changed, write_json
 from fclmodels.storage.untrusted import Text, open_image, read_json, validate
@@ -53,6 +55,9 @@ def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tenso
         trees.save(fitted.to_tree(), folder / "fitted_head.safetensors")
     if earlier := method.earlier_models(server):
         trees.save({"models": earlier}, folder / "earlier.safetensors")
+    if own := method.own_model(server):
+        write_json(folder / "own_model.json", own.spec)
+        trees.save(own.weights, folder / "own_model.safetensors")
     by_batch = depends_on_batch(method.networks.load(server.spec, server.weights))
     learned = splits.tasks[: len(server.spec.tasks)]
     permuted = any(task.permutation is not None for task in learned)
@@ -82,6 +87,7 @@ class _ServedTask(BaseModel):
 class _Serving(BaseModel):
     """Content of serving.json, as far as answers need it."""
 
+    method: Text
     classes: list[Text]
     tasks: list[_ServedTask]
     mean: list[FiniteFloat]
@@ -117,8 +123,8 @@ class ExportedModel:
             raise ValueError("serving.json and spec.json have other tasks or classes")
         if math.prod(self.shape[1:]) > MOST_PIXELS:
             raise ValueError(f"samples of {self.shape} are too large")
-        own = [(self.mean, self.std), *((t.mean, t.std) for t in facts.tasks if (t.mean, t.std) != (None, None))]
-        if any(len(numbers or ()) != count_channels(self.shape) for pair in own for numbers in pair):
+        pairs = [(self.mean, self.std), *((t.mean, t.std) for t in facts.tasks if (t.mean, t.std) != (None, None))]
+        if any(len(numbers or ()) != count_channels(self.shape) for pair in pairs for numbers in pair):
             raise ValueError("serving.json has not one mean and std for each channel")
         if find_kind(self.shape) is TEXTS and any(task.permutation is not None for task in facts.tasks):
             raise ValueError("the order of pixels is given for texts")
@@ -140,6 +146,8 @@ class ExportedModel:
         self.fitted_head = FittedHead(**trees.load(fitted)) if fitted.exists() else None
         if self.fitted_head and self.fitted_head.sizes != (len(self.columns.labels), features):
             raise ValueError("fitted_head.safetensors is of other classes or features")
+        own = folder / "own_model.json"
+        self.own_model = _load_own_model(facts.method, own) if own.exists() else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,7 +192,9 @@ class ExportedModel:
     def _answer(self, samples: Tensor, task: int | None) -> list[Row]:
         inputs = self._prepare_inputs(samples, task)
         features = [network.backbone(inputs) for network in self.networks]
-        if len(self.networks) > 1:
+        if self.own_model is not None:
+            logits = self.own_model(inputs).logits
+        elif len(self.networks) > 1:
             own = [
                 network.compute_logits(f, t) for t, (network, f) in enumerate(zip(self.networks, features, strict=True))
             ]
@@ -258,3 +268,10 @@ def _read_image(file: Path, shape: tuple[int, ...], smaller: str) -> np.ndarray:
         raise UserError(f"{file}: no such file.") from None
     except Exception as problem:  # on a damaged file a decoder may raise anything
         raise UserError(f"{file} cannot be read as an image ({' '.join(str(problem).split())}).") from problem
+
+
+def _load_own_model(method: str, file: Path) -> Predictor:
+    """Return the predictor of a method's own model, from its spec and the weights beside it."""
+    own = OwnModel(read_json(file), trees.load(file.with_suffix(".safetensors")))
+    build: Callable[[Mapping[str, Any]], nn.Module] = find("method", method).build_own_model
+    return own.load_into(build(own.spec))

@@ -8,8 +8,8 @@ FedAvg (methods/fedavg.py) has every step that is only declared here; other meth
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Exchange
 from fclmodels.federation.messages import Payload
-from fclmodels.federation.prediction import Columns, FittedHead, Predictor
+from fclmodels.federation.prediction import Columns, FittedHead, OwnModel, Predictor
 from fclmodels.federation.protection.reply_checks import MOST_SAMPLES
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -158,6 +158,15 @@ class Method:
     def fitted_head(self, server: Server) -> FittedHead | None:
         """Return the head that the server has fitted to features, which answers in place of the network's heads."""
         return None
+
+    def own_model(self, server: Server) -> OwnModel | None:
+        """Return the model that answers in place of backbone and heads, where the method has one."""
+        return None
+
+    @staticmethod
+    def build_own_model(spec: Mapping[str, Any]) -> nn.Module:
+        """Return the module of such a model from its spec: from inputs to logits [B, columns]."""
+        raise NotImplementedError
 
     # Who takes part, with which samples. Centralised references look beyond one client's rows here, and only here.
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec
@@ -89,6 +89,20 @@ class FittedHead:
     def to_tree(self) -> dict[str, Tensor]:
         tensors = {"weight": self.weight, "bias": self.bias, "projection": self.projection}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model of a method's own, from inputs to logits, which answers in place of backbone and heads."""
+
+    spec: dict[str, Any]  # values of JSON, from which the method's `build_own_model` makes it
+    weights: dict[str, Tensor]  # loaded into it
+
+    def load_into(self, module: nn.Module) -> Predictor:
+        """Return the predictor of a module that was built from the spec."""
+        module.load_state_dict(self.weights)
+        module.eval()
+        return lambda inputs: Prediction(module(inputs))
 
 
 def predict_by_heads(

@@ -5,13 +5,11 @@ Each local step descends the mean of two losses, of a batch and of as many rando
 clients store a number of samples of each task (`memory_of: each-task`); by default all tasks share one.
 """
 
-import torch
 from torch import Tensor
 
-from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.replay_memory import Replay, Replaying
+from fclmodels.methods.parts.replay_memory import Replaying, descend_both
 
 
 class Er(Replaying):
@@ -21,15 +19,4 @@ class Er(Replaying):
     paper = "On Tiny Episodic Memories in Continual Learning"
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        replay, network, task = training.part(Replay), training.network, training.client.task
-        if replay is None:
-            return self.loss_of_new(network, training.features(batch), batch.labels, task)
-        replayed = replay.draw()
-        features = network.backbone(torch.cat([batch.inputs, replayed.inputs]))
-        new, old = features.split([len(batch.labels), len(replayed.labels)])
-        loss = self.loss_of_new(network, new, batch.labels, task)
-        return (loss + self.cross_entropy_by_task(network, old, replayed.labels, replayed.tasks)) / 2
-
-    def loss_of_new(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Return the loss of the task's own samples."""
-        return self.cross_entropy(network, features, labels, task)
+        return descend_both(self, training, batch, self.cross_entropy)

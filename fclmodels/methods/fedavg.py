@@ -95,6 +95,8 @@ class FedAvg(Method):
         return update
 
     def predictor(self, server: Server) -> Predictor:
+        if own := self.own_model(server):
+            return own.load_into(self.build_own_model(own.spec).to(self.run.device))
         network = self.networks.load(server.spec, server.weights)
         return predict_by_heads(network, self.router(server), self.fitted_head(server))
 

@@ -21,18 +21,20 @@ from torch import Tensor
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import get_task_columns
+from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.run_context import Run
-from fclmodels.methods.er import Er
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.parts.replay_memory import Replaying, descend_both
 
 
-class Lode(Er):
+class Lode(Replaying):
     """Clients replay stored samples, and learn to tell new classes from old ones with less weight than from another."""
 
     name = "lode"
     paper = "Loss Decoupling for Task-Agnostic Continual Learning"
 
-    class Settings(Er.Settings):
+    class Settings(Replaying.Settings):
         rho: NonNegativeFloat = Field(
             0.05,
             le=1e6,
@@ -50,10 +52,13 @@ class Lode(Er):
                 "Use model.head: growing and model.loss_over: seen."
             )
 
-    def loss_of_new(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Return (rho / t) inter + intra; in the first task the cross entropy."""
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.decoupled_loss)
+
+    def decoupled_loss(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Return (rho / t) inter + intra of the task's own samples; in the first task the cross entropy."""
         if task == 0:
-            return super().loss_of_new(network, features, labels, task)
+            return self.cross_entropy(network, features, labels, task)
         logits = network.compute_logits(features)
         inter, intra = decouple(logits, labels, get_task_columns(network.spec, task, logits.device))
         return self.settings.rho / task * inter + intra

@@ -41,20 +41,21 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.rehearsal import count_columns
-from fclmodels.methods.parts.replay_memory import Replaying, unpack_samples
+from fclmodels.methods.parts.replay_memory import ReplaySettings, add_task, unpack_samples
 from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.methods.parts.strong_views import draw_strong_view
 from fclmodels.numerics.fitted_heads import NEVER
 
 
-class Scr(Replaying):
+class Scr(FedAvg):
     """Clients pull samples of a class together and classes apart; the nearest mean feature over all clients answers."""
 
     name = "scr"
     paper = "Supervised Contrastive Replay: Revisiting the Nearest Class Mean Classifier"
 
-    class Settings(Replaying.Settings):
+    class Settings(ReplaySettings, FedAvg.Settings):
         batch_norm: SharedPolicy = Field(
             "average", description="running statistics: average over clients; batch: none; frozen after task 1"
         )
@@ -72,6 +73,7 @@ class Scr(Replaying):
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError("methods.scr alters images for second views, these samples are texts. Use er.")
         super().__init__(settings, run)
+        self.store = self.declare(Exchange("remember", lambda: {}, self.store_samples))
         self.ask_means = self.declare(Exchange("means", self.means_payload, self.add_up_features, self.means_form))
 
     def auxiliary_networks(self) -> list[Auxiliary]:
@@ -81,7 +83,7 @@ class Scr(Replaying):
     # On the server.
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        server = super().finish_task(server, cohort)
+        cohort.ask(self.store)
         replies = cohort.ask(self.ask_means, server, clients=cohort.everyone)
         means = fit_directions(replies.sum("means"), replies.noise("means"))
         return replace(server, knowledge={**server.knowledge, "means": means})
@@ -108,10 +110,13 @@ class Scr(Replaying):
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         views, (projection, _) = training.part(Views), training.networks["projection"]
-        assert views is not None
-        one, other, labels = views.draw(batch)
+        one, other, labels = views.draw(batch) if views else (batch.inputs, batch.inputs, batch.labels)
         outputs = [normalize(projection(training.network.backbone(inputs))) for inputs in (one, other)]
         return contrast(torch.cat(outputs), labels.repeat(2), self.settings.temperature)
+
+    def store_samples(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with samples of the task; the answer itself is empty."""
+        return Answer({}, add_task(client, self.settings))
 
     def means_form(self, task: int, round: int) -> Form:
         tasks = task + 1 if self.settings.memory_of == "each-task" else 1

@@ -6,6 +6,7 @@ uniform sample of all samples so far, whichever tasks the client missed. With `m
 many samples of its own, so that the memory grows. It never leaves the client.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -23,17 +24,22 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.numerics.reservoir import reservoir
+from fclmodels.settings.base import Settings as BaseSettings
+
+
+class ReplaySettings(BaseSettings):
+    memory: PositiveInt = Field(20, le=1_000_000, description="samples of earlier tasks that each client keeps")
+    memory_of: Literal["all-tasks", "each-task"] = Field(
+        "all-tasks",
+        description="whether all tasks share that number, as in a reservoir, or each adds it (FOT)",
+    )
 
 
 class Replaying(FedAvg):
     """FedAvg whose clients store a reservoir of their samples."""
 
-    class Settings(FedAvg.Settings):
-        memory: PositiveInt = Field(20, le=1_000_000, description="samples of earlier tasks that each client keeps")
-        memory_of: Literal["all-tasks", "each-task"] = Field(
-            "all-tasks",
-            description="whether all tasks share that number, as in a reservoir, or each adds it (FOT)",
-        )
+    class Settings(ReplaySettings, FedAvg.Settings):
+        pass
 
     settings: Settings
 
@@ -47,16 +53,7 @@ class Replaying(FedAvg):
 
     def store_samples(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with samples of the task; the answer itself is empty."""
-        before, arriving = client.memory.get("seen", 0), len(client.rows)
-        random, most = client.generator("reservoir"), self.settings.memory
-        if self.settings.memory_of == "each-task":
-            old = unpack_samples(client.memory)
-            stored = 0 if old is None else len(old.labels)
-            places = torch.cat([torch.arange(stored), stored + reservoir(0, arriving, most, random)])
-        else:
-            places = reservoir(before, arriving, most, random)
-        samples = pack_samples(select_samples(client, places))
-        return Answer({}, {**client.memory, **samples, "seen": before + arriving})
+        return Answer({}, add_task(client, self.settings))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         samples = unpack_samples(training.client.memory)
@@ -66,6 +63,23 @@ class Replaying(FedAvg):
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return earlier tasks' own heads too: replayed samples go through them."""
         return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+
+
+def descend_both(
+    method: FedAvg, training: LocalTraining, batch: Batch, loss_of_new: Callable[[Network, Tensor, Tensor, int], Tensor]
+) -> Tensor:
+    """Return the mean of a batch's loss and the cross entropy of as many replayed samples, which pass as one batch.
+
+    loss_of_new: of network, features, labels and task. It is the loss by itself where nothing is stored.
+    """
+    replay, network, task = training.part(Replay), training.network, training.client.task
+    if replay is None:
+        return loss_of_new(network, training.features(batch), batch.labels, task)
+    replayed = replay.draw()
+    features = network.backbone(torch.cat([batch.inputs, replayed.inputs]))
+    new, old = features.split([len(batch.labels), len(replayed.labels)])
+    loss = loss_of_new(network, new, batch.labels, task)
+    return (loss + method.cross_entropy_by_task(network, old, replayed.labels, replayed.tasks)) / 2
 
 
 class Replay:
@@ -79,6 +93,20 @@ class Replay:
 
     def draw(self, count: int | None = None) -> Batch:
         return draw_batch(self.client, self.samples, self.random, self.augmenting, count)
+
+
+def add_task(client: Client, settings: ReplaySettings) -> Memory:
+    """Return a client's memory with samples of its task."""
+    before, arriving = client.memory.get("seen", 0), len(client.rows)
+    random, most = client.generator("reservoir"), settings.memory
+    if settings.memory_of == "each-task":
+        old = unpack_samples(client.memory)
+        stored = 0 if old is None else len(old.labels)
+        places = torch.cat([torch.arange(stored), stored + reservoir(0, arriving, most, random)])
+    else:
+        places = reservoir(before, arriving, most, random)
+    samples = pack_samples(select_samples(client, places))
+    return {**client.memory, **samples, "seen": before + arriving}
 
 
 def draw_batch(
