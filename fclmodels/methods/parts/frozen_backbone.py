@@ -58,6 +58,11 @@ class FrozenBackbone(TrainedNetwork):
         super().__init__(replace(run, adapter=self.adapter), batch_norm="average")  # which nothing trained has
         if run.params.model.freeze:
             raise UserError(f"model.freeze: methods.{method} freezes the whole backbone. Leave it out.")
+        if head == "task-end" and run.params.federation.faults.late:
+            raise UserError(
+                f"methods.{method}.head: task-end reads heads in a task's last round alone, and a late answer of an "
+                "earlier one has none. Set federation.faults.late: 0, or head: shared."
+            )
         self.attaches = attaches
         self.head = head
 

@@ -28,6 +28,7 @@ def build_monitors(groups: Sequence[Group]) -> dict[str, Any] | None:
         "conflicts": [chart for name in CONFLICTS if (chart := _draw_monitor(groups, name)).curves],
         "transfer": [chart for name in TRANSFER if (chart := _draw_monitor(groups, name)).curves],
         "client_models": [chart for name in CLIENT_MODELS if (chart := _draw_monitor(groups, name)).curves],
+        "features": [chart for name in FEATURES if (chart := _draw_monitor(groups, name)).curves],
         "boundaries": draw_boundaries(groups),
         "drift": draw_drift(groups),
         "bounds": [
@@ -52,10 +53,12 @@ TRANSFER = {
     "gradient_norm": "Gradient over all tasks",
 }
 CLIENT_MODELS = {"local_accuracy": "On the client’s own test rows", "global_accuracy": "On all clients’"}
+FEATURES = {"feature_drift": "During a task, on its own rows"}
 TITLES = (
     CONFLICTS
     | TRANSFER
     | CLIENT_MODELS
+    | FEATURES
     | {
         "used_share": "Mean over layers",
         "rho": "ρ, the task being learned",
@@ -72,6 +75,7 @@ LABELS = {
     "cosine_tasks": "cosine, %",
     "negative_tasks": "pairs, %",
     "epsilon": "cosine, %",
+    "feature_drift": "lengths of the old",
     "local_accuracy": "accuracy, %",
     "global_accuracy": "accuracy, %",
     "old_loss": "loss",
@@ -80,7 +84,13 @@ LABELS = {
 }
 
 
-UNSCALED = ("divergence", "old_loss", "old_loss_bound", "gradient_norm")  # the others are shown in percent
+UNSCALED = (
+    "divergence",
+    "feature_drift",
+    "old_loss",
+    "old_loss_bound",
+    "gradient_norm",
+)  # the others are shown in percent
 
 
 def draw_used_shares(groups: Sequence[Group]) -> list[LineChart]:

@@ -145,6 +145,11 @@ def test_heads_may_be_averaged_in_a_tasks_last_round_alone(
     assert not method.is_personal
 
 
+def test_heads_that_are_averaged_at_a_tasks_end_cannot_come_late(frozen_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"fed-dualp\.head: task-end .* a late answer of an earlier one has none"):
+        frozen_of(FedDualP, "federation.faults.late=0.5", head="task-end", **DUALP)
+
+
 def test_an_expert_may_start_anew_in_each_round(frozen_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """As in the release: from the previous task's; the server has the mean of what the round's clients made of it."""
     method = frozen_of(FedDualP, pool=4, start="each-round", **DUALP)

@@ -52,6 +52,14 @@ def test_clients_models_have_a_chart_of_each_accuracy(tmp_path, folders):
     assert "The clients’ own models" not in render_page(folders[3:6])
 
 
+def test_moved_features_have_a_chart(tmp_path, folders):
+    rows = [make_row("feature_drift", 1, 0.375), make_row("feature_drift", 2, 1.5)]
+    text = render_page([*folders[3:6], write_monitored_run(tmp_path / "fedprotip-0", "fedprotip", 0, rows)])
+    HtmlTables(text)
+    for point in ("How far features moved", "fedprotip, 2: 0.4", "fedprotip, 3: 1.5"):
+        assert point in text
+
+
 def test_conflicts_between_gradients_are_shown_below_zero_and_above_one(tmp_path, folders):
     of_seeds = [
         [make_row("cosine_clients", 1, cosine, round) for round, cosine in ((0, -0.5), (5, 0.1))]
