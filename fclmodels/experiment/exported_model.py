@@ -46,9 +46,9 @@ Row = dict[str, Any]
 
 def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tensor]:
     """Write the model that a method ends with; returns its tensors by name."""
-    splits, weights = method.run.splits, method.all_weights(server)
-    trees.save(weights, folder / "weights.safetensors")
-    write_json(folder / "spec.json", server.spec.to_json())
+    splits, served = method.run.splits, method.serve(server)
+    trees.save(served.weights, folder / "weights.safetensors")
+    write_json(folder / "spec.json", served.spec.to_json())
     if router := method.router(server):
         trees.save(router.to_tree(), folder / "router.safetensors")
     if fitted := method.fitted_head(server):
@@ -74,7 +74,7 @@ def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tenso
         "notes": [note for note, holds in notes.items() if holds],
     }
     write_json(folder / "serving.json", facts)
-    return weights
+    return served.weights
 
 
 class _ServedTask(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any
 
 import polars as pl
 
-from fclmodels.backbones.model.prompt_adapters import AdaptedVit
+from fclmodels.backbones.model.adapted import Adapted
 from fclmodels.data.splits.make_splits import make_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
@@ -90,7 +90,7 @@ def _describe(kind: Any) -> MethodCard:
 
 
 def _measure_traffic(kind: Any, settings: Path, splits: Splits, home: Path) -> MethodCard:
-    on_vit = issubclass(getattr(kind, "attaches", object), AdaptedVit)
+    on_vit = getattr(kind, "attaches", Adapted).needs_transformer
     params = load_params(settings, VIT if on_vit else ())
     folder = home / kind.name / "run"
     with Experiment(params, kind.name, 0, splits, home / kind.name) as experiment:

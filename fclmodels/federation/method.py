@@ -9,6 +9,7 @@ FedAvg (methods/fedavg.py) has every step that is only declared here; other meth
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -146,6 +147,10 @@ class Method:
     def all_weights(self, server: Server) -> dict[str, Tensor]:
         """Return every tensor of the network, for whoever keeps or serves it: also those that never travel."""
         return server.weights
+
+    def serve(self, server: Server) -> Server:
+        """Return the server's model as it is exported, with every tensor; its predictions are the same."""
+        return replace(server, weights=self.all_weights(server))
 
     def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
         """Return the models of the tasks before the last, where each task has a model of its own."""

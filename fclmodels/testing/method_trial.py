@@ -14,7 +14,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.model.prompt_adapters import AdaptedVit
+from fclmodels.backbones.model.adapted import Adapted
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment, Stage
 from fclmodels.federation.client import Client
@@ -63,7 +63,7 @@ def train(method: type[Method], *settings: str) -> Server:
 
 def find_needed_settings(method: type[Method]) -> tuple[str, ...]:
     """Return settings without which a method cannot run on tiny splits: a transformer, where it attaches to one."""
-    return VIT if issubclass(getattr(method, "attaches", object), AdaptedVit) else ()
+    return VIT if getattr(method, "attaches", Adapted).needs_transformer else ()
 
 
 def load_last_state(experiment: Experiment) -> dict[str, Any]:

@@ -31,14 +31,14 @@ from fclmodels.federation.method import Method
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.plugins import find
 from fclmodels.settings import load as reading
 from fclmodels.settings.schema import Params
 from fclmodels.testing import tiny_splits
-from fclmodels.testing.method_trial import read_outcome
+from fclmodels.testing.method_trial import find_needed_settings, read_outcome
 from fclmodels.testing.tiny_splits import write_splits
 
 # For methods that attach something to the layers of a transformer.
-ON_VIT = ("fed-dualp", "fed-l2p", "lora", "pip-dualp", "pip-l2p")
 VIT = (
     *tiny_splits.VIT,
     *("methods.fed-dualp.g_layers=[0]", "methods.fed-dualp.e_layers=[1]"),
@@ -163,7 +163,7 @@ def new_experiment(params_of: MakeParams, splits_of: MakeSplits) -> Callable[...
         splits: Splits | None = None,
         listener: Listener | None = None,
     ) -> Experiment:
-        overrides = (*(VIT if method in ON_VIT else ()), *overrides)
+        overrides = (*(VIT if find_needed_settings(find("method", method)) else ()), *overrides)
         return Experiment(params_of(*overrides), method, seed, splits or splits_of(), home, listener)
 
     return make

@@ -5,10 +5,8 @@ DualPrompt Wang et al. (ECCV 2022), as PIP sec. 3.2 and 4.1 take them; LoRA is H
 al. (2022).
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -16,98 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate, VitNet
-from fclmodels.errors import UserError
+from fclmodels.backbones.model.adapted import Adapted, AdaptedVit, Features
+from fclmodels.backbones.model.low_rank import LowRank
+from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate
 from fclmodels.randomness import generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
 
 Selection = Literal["sample", "batch"]
-
-
-@dataclass(frozen=True)
-class Features:
-    """Features of a batch, and the distance of its queries from the keys selected for them."""
-
-    features: Tensor  # [B, D]
-    distance: Tensor | None = None  # mean over samples of the sum of 1 - cosine (eq. 5); None without keys
-
-
-class Adapted(FeatureNet):
-    """Kind none: the features of the frozen backbone. The others add `prompts`, a module of all that is trained."""
-
-    kind: ClassVar[str] = "none"
-    uses_queries: ClassVar[bool] = True
-    """True where features or selected prompts depend on the samples' queries."""
-    depends_on_batch = False
-    """True where a sample's features depend on the others of its batch."""
-
-    class Settings(BaseSettings):
-        """The settings of a kind."""
-
-    def __init__(self, frozen: FeatureNet, settings: BaseSettings, tasks: int) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False).eval()
-        # The backbone's own names, as in model.fresh.
-        self.features, self.blocks = frozen.features, frozen.blocks
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.extract(x).features
-
-    def extract(
-        self, x: Tensor, task: int | None = None, queries: Tensor | None = None, below: Tensor | None = None
-    ) -> Features:
-        """Return the features of a batch.
-
-        task: that of the batch, if known; queries and below: results of `query(x)` and `run_below(x)`, if available.
-        """
-        return Features(self.query(x) if queries is None else queries)
-
-    @torch.no_grad()
-    def query(self, x: Tensor) -> Tensor:
-        """Return features [B, D] of the frozen backbone with nothing attached."""
-        features: Tensor = self.frozen(x)
-        return features
-
-
-class AdaptedVit(Adapted):
-    """A vit with tensors attached to its layers."""
-
-    frozen: VitNet
-    first = 0
-    """The first layer with something attached."""
-
-    def __init__(self, frozen: FeatureNet, settings: BaseSettings, tasks: int) -> None:
-        if not isinstance(frozen, VitNet):
-            raise UserError("model.backbone: prompts and LoRA attach to the layers of a vit. Use model.backbone: vit.")
-        super().__init__(frozen, settings, tasks)
-
-    def refuse_layers(self, setting: str, layers: Sequence[int]) -> None:
-        """Raise UserError for layers that the backbone does not have, or that are named twice."""
-        last = len(self.frozen.layers) - 1
-        for index, layer in enumerate(layers):
-            if layer > last:
-                raise UserError(f"{setting}: there is no layer {layer}, this vit has 0 to {last}. See model.depth.")
-            if layer in layers[:index]:
-                raise UserError(f"{setting}: layer {layer} is named twice. Name it once.")
-
-    @torch.no_grad()
-    def run_below(self, x: Tensor) -> Tensor:
-        """Return the tokens [B, S, D] that enter the first layer with something attached; training changes none."""
-        return self.frozen.run_below(x, self.first)
-
-    @property
-    def numbers_per_sample(self) -> int:
-        """Numbers in the tokens of a sample."""
-        return (1 + math.prod(self.frozen.grid)) * self.features
-
-    def encode(self, tokens: Tensor, attached: Mapping[int, Attached] = {}, read: int = 1) -> Tensor:
-        """Return the first `read` tokens after that layer and all above, from its tokens or prompts and tokens."""
-        return self.frozen.encode(tokens, attached, self.first, read)
 
 
 class PromptedVit(AdaptedVit):
@@ -136,6 +49,27 @@ class PromptedVit(AdaptedVit):
         super().__init__(frozen, settings, tasks)
         self.top_k, self.selection = settings.top_k, settings.selection
         self.depends_on_batch = settings.selection == "batch"
+
+    @classmethod
+    def grow(
+        cls, weights: dict[str, Tensor], settings: Any, old_tasks: int, new_tasks: int, seed: int
+    ) -> dict[str, Tensor]:
+        """Return the weights with a slot for each new task, where the pool grows.
+
+        A slot's key is drawn, and so is its prompt if `start` is fresh; else the prompt is the previous slot's.
+        """
+        if settings.pool is not None:
+            return weights
+        grown = dict(weights)
+        for part, dimension in cls.slots.items():
+            name = f"backbone.prompts.{part}"
+            for slot in range(old_tasks, new_tasks):
+                new = grown[name].narrow(dimension, slot - 1, 1)
+                if part == "keys" or settings.start == "fresh":
+                    draw = keyed(seed, "prompt", part, slot)
+                    new = torch.empty(new.shape).uniform_(-1, 1, generator=draw).to(new)
+                grown[name] = torch.cat([grown[name], new], dimension)
+        return grown
 
     def score_keys(self, x: Tensor, queries: Tensor | None) -> Tensor:
         """Return cosines [B, pool] of the queries and the keys."""
@@ -326,7 +260,7 @@ class Bottlenecks(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(layers, width))
 
 
-KINDS: dict[str, type[Adapted]] = {kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit, AdaptFormer)}
+KINDS: dict[str, type[Adapted]] = {kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit, AdaptFormer, LowRank)}
 
 
 def adapt(backbone: FeatureNet, adapter: Mapping[str, Any], tasks: int) -> Adapted:
@@ -356,24 +290,9 @@ def grow_prompts(
     new_tasks: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Return the weights of a network with a slot for each new task, where its pool grows; the rest stays.
-
-    A slot's key is drawn, and so is its prompt if `start` is fresh; else the prompt is the previous slot's. Only the
-    generator's seed is used: a draw depends on it and the slot, not on the number of new slots.
-    """
+    """Return the weights of a network with what each new task adds to its adapter, by the generator's seed."""
     kind, settings = _parse(adapter)
-    grown = dict(weights)
-    if not issubclass(kind, PromptedVit) or settings.pool is not None:
-        return grown
-    for part, dimension in kind.slots.items():
-        name = f"backbone.prompts.{part}"
-        for slot in range(old_tasks, new_tasks):
-            new = grown[name].narrow(dimension, slot - 1, 1)
-            if part == "keys" or settings.start == "fresh":
-                draw = keyed(generator.initial_seed(), "prompt", part, slot)
-                new = torch.empty(new.shape).uniform_(-1, 1, generator=draw).to(new)
-            grown[name] = torch.cat([grown[name], new], dimension)
-    return grown
+    return kind.grow(dict(weights), settings, old_tasks, new_tasks, generator.initial_seed())
 
 
 def restart_expert(network: nn.Module, adapter: Mapping[str, Any], task: int) -> None:

@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from fclmodels.backbones.base import FeatureNet
+from fclmodels.backbones.model.adapted import Adapted, AdaptedVit, Features
 from fclmodels.backbones.model.network import FROZEN, Network, build_network
-from fclmodels.backbones.model.prompt_adapters import Adapted, AdaptedVit, Features, grow_prompts
+from fclmodels.backbones.model.prompt_adapters import grow_prompts
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fclmodels import machine, plugins
-from fclmodels.backbones.model.prompt_adapters import AdaptedVit
+from fclmodels.backbones.model.adapted import Adapted
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.costs import estimate as estimating
@@ -94,7 +94,7 @@ def test_memory_is_as_expected(
 ) -> None:
     """With a network of 12 MB, or a transformer."""
     splits = splits_of(tasks=4, clients=3, train=16, shape=(3, 24, 24))
-    on_transformer = issubclass(getattr(plugins.find("method", method), "attaches", object), AdaptedVit)
+    on_transformer = getattr(plugins.find("method", method), "attaches", Adapted).needs_transformer
     wide = () if on_transformer else ("model.hidden=1024",)
     settings = (*SHORT, *wide, f"federation.executor={executor}")
     with new_experiment(*settings, method=method, splits=splits, home=tmp_path / "home") as run:
