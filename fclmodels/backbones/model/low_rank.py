@@ -72,7 +72,7 @@ class LowRank(Adapted):
         self.scale = settings.scale
         self.maps = list(find_maps(frozen, settings))
         self.prompts = nn.ModuleList(
-            nn.ModuleList(Pair(of.inputs, of.out, settings.rank) for of in self.maps) for _ in range(tasks)
+            nn.ModuleList(Factors(of.inputs, of.out, settings.rank) for of in self.maps) for _ in range(tasks)
         )
 
     @classmethod
@@ -107,15 +107,15 @@ class LowRank(Adapted):
             changed[name] = W + change
         return changed
 
-    def _pair(self, task: int, index: int) -> "Pair":
+    def _pair(self, task: int, index: int) -> "Factors":
         pairs = self.prompts[task]
         assert isinstance(pairs, nn.ModuleList)
         pair = pairs[index]
-        assert isinstance(pair, Pair)
+        assert isinstance(pair, Factors)
         return pair
 
 
-class Pair(nn.Module):
+class Factors(nn.Module):
     """A [r, in], drawn as a linear layer's weight, and B [out, r], zero at first."""
 
     def __init__(self, inputs: int, out: int, rank: int) -> None:
