@@ -29,6 +29,7 @@ stream: {kind: class-incremental, tasks: 2, classes_per_task: 2}
 partition: {kind: iid, clients: 3, train_share: 0.2}
 model: {backbone: cnn}
 federation: {rounds: 2, executor: serial}
+methods: {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few}
 device: cpu
 """
 VIT = ("model.backbone=vit", "model.patch=2", "model.width=16", "model.depth=5", "model.attention_heads=2")

@@ -20,6 +20,7 @@ partition: {clients: 1000}
 model: {backbone: mlp, hidden: 12, dropout: [0, 0], width: 2, stem: cifar}
 federation: {rounds: 2, batch_size: 4, executor: serial, workers: 1}
 optimizer: {lr: 0.1}
+methods: {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few}
 device: cpu
 """
 # For methods that attach something to the layers of a transformer, in place of the network above.

@@ -30,6 +30,7 @@ from fclmodels.federation.executors.client_work import Serial
 from fclmodels.federation.method import Method
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.server_training import ServerTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.plugins import find
 from fclmodels.settings import load as reading
@@ -132,6 +133,7 @@ def federate(tmp_path: Path) -> Federate:
         for task in range(len(method.run.splits.tasks) if tasks is None else tasks):
             checkpoints = Checkpoints(tmp_path / f"federate-{next(number)}")
             executor = Serial(method, 1)
+            training = ServerTraining(checkpoints.folder / "work", (method.run.seed, task), method.run.device, 1, 60.0)
             position = rounds.learn(
                 method,
                 server,
@@ -141,6 +143,7 @@ def federate(tmp_path: Path) -> Federate:
                 checkpoints,
                 open_ledger(method, checkpoints.ledger),
                 Listener(),
+                training,
             )
             clients = method.participants(task)
             cohort = Cohort(executor, task, clients, position.memories, Ledger(checkpoints.ledger), checkpoints)

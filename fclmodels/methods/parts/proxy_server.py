@@ -1,0 +1,205 @@
+"""GLFC's proxy server: it rebuilds clients' prototypes from gradients, and chooses the model that answers them best.
+
+Before a task's first round each of its clients trains as in that round, takes for each of its classes the sample that
+is nearest to the class's mean feature, and moves its pixels some steps down the loss of the trained model. What it
+sends is the gradient of this image's cross entropy on a network that everybody draws from the run's seed and nobody
+trains (numerics/gradient_inversion.py). The server inverts the gradients, keeps the last iterates of each image, and
+from then on measures each round's model on them: the best is the next task's teacher.
+
+The paper calls the moved images perturbed, but they go *down* the loss, and differ little from the sample. In the
+release a client sends gradients in the first round that it takes part in after its entropy rises; here all clients of a
+task are asked before it (ours), and their local training is the first round's, to the bit. Prototypes are inputs of the
+network, normalised as in training (the release: not), and the best score starts anew in each task (the release:
+never). A step of L-BFGS is one iteration, which ends at the same image (docs/privacy.md).
+
+knowledge: `proxy` {inputs [n, ...], labels [n]} of the present task, at most `iterates` for each class of each client;
+`best` {weights, score, rounds} of this task so far.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.data.batches import Batch
+from fclmodels.data.sample_kind import TEXTS, find_kind
+from fclmodels.errors import UserError
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.replies import Replies
+from fclmodels.federation.exchange import Form
+from fclmodels.federation.messages import make_outline
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.server_training import ServerWork
+from fclmodels.methods.parts.coreset_memory import EMBED
+from fclmodels.methods.parts.rehearsal import find_columns, join_heads
+from fclmodels.numerics.exemplar_losses import distil_targets
+from fclmodels.numerics.gradient_compensation import weigh_cross_entropy
+from fclmodels.numerics.gradient_inversion import Kind, SigmoidLeNet, differentiate, infer_label, invert_gradient
+from fclmodels.settings.base import Settings as BaseSettings
+from fclmodels.storage.trees import Tree
+
+
+class ProxySettings(BaseSettings):
+    proxy: bool = Field(
+        True, description="whether gradients of prototypes choose the teacher; false: it is the last task's final model"
+    )
+    perturb_steps: NonNegativeInt = Field(
+        50, le=10_000, description="steps that a prototype's pixels go down the local model's loss (the release's)"
+    )
+    perturb_lr: PositiveFloat = Field(0.2, le=1e6, description="their rate; the release: a tenth of training's 2.0")
+    inversion: Kind = Field("l-bfgs", description="how the server inverts gradients; FedProTIP's runs of LGA: sgd")
+    inversion_steps: PositiveInt = Field(250, le=100_000, description="steps for each prototype (the release's)")
+    inversion_lr: PositiveFloat = Field(
+        0.1, le=1e6, description="their rate; the release's, and FedProTIP's for ImageNet-R; its others: 0.5"
+    )
+    iterates: PositiveInt = Field(
+        20, le=1000, description="last iterates of each image that models are measured on (the release's)"
+    )
+
+
+class ProxyServer:
+    """Asks for gradients of prototypes, inverts them, and holds on to the best model."""
+
+    def __init__(self, settings: ProxySettings, run: Run, method: str) -> None:
+        self.settings = settings
+        self.run = run
+        if settings.proxy and find_kind(run.splits.shape) is TEXTS:
+            raise UserError(f"methods.{method}.proxy: it rebuilds images, these samples are texts. Set it to false.")
+        if settings.iterates > settings.inversion_steps:
+            raise UserError(
+                f"methods.{method}.iterates: {settings.iterates} of inversion_steps: {settings.inversion_steps}. "
+                "Keep at most as many."
+            )
+
+    def draw_encoder(self, spec: ModelSpec) -> SigmoidLeNet:
+        """Return the network whose gradients travel, with a row for each class so far; the same one for everybody."""
+        random = self.run.generator("encoder", len(spec.tasks))
+        return SigmoidLeNet(spec.shape, spec.label_count, random).to(self.run.device)
+
+    # On a client.
+
+    def form(self, task: int, round: int) -> Form:
+        """Return the outlines of gradients by the encoder's parameters, one for each class of the task."""
+        spec = self.run.spec(task + 1)
+        encoder = self.draw_encoder(spec)
+        shapes = {name: (len(spec.tasks[task]), *p.shape) for name, p in encoder.named_parameters()}
+        part = make_outline("gradient", shapes, least="each")
+        return {"prototypes": replace(part, of="encoder")}
+
+    def make_gradients(self, network: Network, samples: Batch | None) -> dict[str, Tensor]:
+        """Return the gradient of each class's prototype among a client's prepared samples; zeros without any."""
+        spec, encoder = network.spec, self.draw_encoder(network.spec)
+        classes = spec.tasks[-1]
+        gradients = {n: torch.zeros(len(classes), *p.shape, device=p.device) for n, p in encoder.named_parameters()}
+        for place, label in enumerate(classes):
+            if samples is None or not (mine := samples.labels == label).any():
+                continue
+            image = self.perturb(
+                network, find_prototype(network, samples.inputs[mine]), samples.take(mine.nonzero()[0])
+            )
+            for name, gradient in zip(gradients, differentiate(encoder, image, samples.labels[mine][:1]), strict=True):
+                gradients[name][place] = gradient
+        return gradients
+
+    def perturb(self, network: Network, image: Tensor, of: Batch) -> Tensor:
+        """Return the image [1, ...] after steps of SGD down the network's binary cross entropy of its class."""
+        network.eval().requires_grad_(False)
+        column = find_columns(network.spec, of.labels, of.tasks)
+        for _ in range(self.settings.perturb_steps):
+            image = image.detach().requires_grad_()
+            logits = join_heads(network, network.backbone(image))
+            loss = weigh_cross_entropy(logits, distil_targets(column, logits.shape[1], column[:0], None))
+            (gradient,) = torch.autograd.grad(loss, [image])
+            image = image - self.settings.perturb_lr * gradient
+        return image.detach()
+
+    # On the server.
+
+    def rebuild(self, server: Server, cohort: Cohort, replies: Replies) -> Server:
+        """Return the server with the images of a task's clients, and no best model yet."""
+        knowledge = {name: value for name, value in server.knowledge.items() if name not in ("proxy", "best")}
+        sent = [
+            [tensors[name][place] for name in tensors]
+            for _, tensors in replies.each("prototypes")
+            for place in range(len(server.spec.tasks[server.task]))
+        ]
+        gradients = [[g.to(self.run.device) for g in gradient] for gradient in sent if any(g.any() for g in gradient)]
+        if gradients:
+            work = Inversion(self.draw_encoder(server.spec), gradients, self.settings, server.spec.shape)
+            cohort.train(work, len(gradients))
+            labels = torch.cat([infer_label(gradient) for gradient in gradients]).cpu()
+            labels = labels.repeat_interleave(self.settings.iterates)
+            knowledge["proxy"] = {"inputs": torch.cat(work.images).cpu(), "labels": labels}
+        return replace(server, knowledge=knowledge)
+
+    def hold_best(self, server: Server, score: float) -> Server:
+        """Return the server after a round, with its model in the best one's place if its score is no lower."""
+        best: dict[str, Any] = server.knowledge.get("best", {"score": -1.0, "rounds": 0})
+        best = {**best, "rounds": best["rounds"] + 1}
+        if score >= best["score"]:
+            best = {**best, "weights": server.weights, "score": score}
+        return replace(server, knowledge={**server.knowledge, "best": best})
+
+    @torch.no_grad()
+    def embed_images(self, network: Network, proxy: Tree) -> Tensor:
+        """Return the features [n, F] of the images on a network in evaluation mode."""
+        inputs = proxy["inputs"].to(self.run.device)
+        return torch.cat([network.backbone(part) for part in inputs.split(EMBED)])
+
+    @torch.no_grad()
+    def measure(self, network: Network, features: Tensor, proxy: Tree, copies: int = 1) -> float:
+        """Return the share of right answers among features [copies n, F]."""
+        labels = proxy["labels"].to(features.device).repeat(copies)
+        tasks = torch.full_like(labels, len(network.spec.tasks) - 1)
+        right = join_heads(network, features).argmax(1) == find_columns(network.spec, labels, tasks)
+        return float(right.double().mean())
+
+
+class Inversion(ServerWork):
+    """The server's work on one prototype after another."""
+
+    name = "inversion"
+
+    def __init__(
+        self,
+        encoder: SigmoidLeNet,
+        gradients: Sequence[Sequence[Tensor]],
+        settings: ProxySettings,
+        shape: Sequence[int],
+    ) -> None:
+        self.encoder = encoder
+        self.gradients = gradients
+        self.settings = settings
+        self.shape = shape
+        self.images: list[Tensor] = []
+
+    def step(self, number: int) -> float:
+        of = self.settings
+        gradient = self.gradients[number]
+        start = torch.randn(1, *self.shape, device=gradient[0].device)
+        images, distance = invert_gradient(
+            self.encoder, gradient, start, of.inversion, of.inversion_lr, of.inversion_steps, of.iterates
+        )
+        self.images.append(images)
+        return distance
+
+    def state(self) -> Tree:
+        return {"images": self.images}
+
+    def restore(self, state: Tree) -> None:
+        self.images = list(state["images"])
+
+
+@torch.no_grad()
+def find_prototype(network: Network, inputs: Tensor) -> Tensor:
+    """Return the sample [1, ...] of a class whose feature of length 1 is nearest to their mean."""
+    network.eval()
+    features = normalize(torch.cat([network.backbone(part) for part in inputs.split(EMBED)]))
+    return inputs[(features - features.mean(0)).norm(dim=1).argmin()][None]
