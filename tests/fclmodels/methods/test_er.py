@@ -1,6 +1,7 @@
 """ER+FL: single steps against gradients worked out in NumPy or left to autograd."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,3 +147,15 @@ def test_normalisation_sees_new_and_old_samples_as_one_batch(
     network = method.networks.load(server.spec, server.weights)
     seen = network.backbone.conv1(torch.cat([new.inputs, old.inputs])).mean((0, 2, 3)).detach()
     assert_allclose(moved / client.weight, 0.1 * (seen - server.weights["backbone.bn1.running_mean"]), atol=1e-6)
+
+
+def test_a_stored_sample_that_is_the_batchs_only_one_changes_nothing(
+    method_of: Callable, client_of: Callable, splits_of: Callable[..., Splits]
+) -> None:
+    """The mean of twice the same loss is FedAvg's loss."""
+    method = method_of(Er, *ONE_STEP, splits=splits_of(train=1))
+    server = method.start_task(method.setup(), 0)
+    client = client_of(method, 0)
+    memory = pack_samples(method.run.batches.read_raw(client.rows))
+    losses = [method.train(replace(client, memory=of), method.payload(server)).loss for of in ({}, memory)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

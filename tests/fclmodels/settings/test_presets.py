@@ -161,6 +161,7 @@ def test_fot_f4(
     assert (fot.rank_rule, fot.threshold_by, fot.budget) == ("release", "fixed", 1.0)
     er, ewc = (reading.load_method_settings(params, method) for method in ("er", "ewc"))
     assert (er.memory, er.memory_of) == (1, "each-task")
+    assert reading.load_method_settings(params, "rgo-approx").share == 0.4
     assert ewc.lam == {"pmnist": 40, "cifar100": 20, "5datasets": 1, "miniimagenet": 0.01}[name.split("-")[1]]
     kind = "shards" if name.endswith("noniid") else "iid"
     assert params.partition.kind == kind
