@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fclmodels.backbones.model.low_rank import ROOT
+from fclmodels.backbones.model.adapted import PROMPTS
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.low_rank_training import LowRankTraining
@@ -37,11 +37,11 @@ class OLora(LowRankTraining):
         loss, task = super().loss(training, batch), training.client.task
         factors = dict(training.network.named_parameters())
         for name, A in factors.items():
-            if not (name.startswith(f"{ROOT}.{task}.") and name.endswith("A")):
+            if not (name.startswith(f"{PROMPTS}.{task}.") and name.endswith("A")):
                 continue
-            place = name.removeprefix(f"{ROOT}.{task}.")
+            place = name.removeprefix(f"{PROMPTS}.{task}.")
             if self.settings.orthogonal and task > 0:
-                earlier = torch.cat([factors[f"{ROOT}.{i}.{place}"] for i in range(task)])
+                earlier = torch.cat([factors[f"{PROMPTS}.{i}.{place}"] for i in range(task)])
                 loss = loss + self.settings.orthogonal * measure_overlap(earlier, A)
             if self.settings.length:
                 loss = loss + self.settings.length * (A.norm() + factors[f"{name[:-1]}B"].norm())

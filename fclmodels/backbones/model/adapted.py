@@ -16,6 +16,8 @@ from fclmodels.backbones.vit import Attached, VitNet
 from fclmodels.errors import UserError
 from fclmodels.settings.base import Settings as BaseSettings
 
+PROMPTS = "backbone.prompts"  # of an adapter's tensors in a network; those that a task adds are PROMPTS.<task>.*
+
 
 @dataclass(frozen=True)
 class Features:

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import Adapted, Features
+from fclmodels.backbones.model.adapted import PROMPTS, Adapted, Features
 from fclmodels.backbones.vit import VitNet
 from fclmodels.errors import UserError
 from fclmodels.randomness import generator as keyed
@@ -35,7 +35,6 @@ VIT_NAMES: dict[Target, str] = {
     "perceptron-in": "mlp.0",
     "perceptron-out": "mlp.2",
 }
-ROOT = "backbone.prompts"
 
 
 class LinearMap(NamedTuple):
@@ -80,12 +79,16 @@ class LowRank(Adapted):
         cls, weights: dict[str, Tensor], settings: Any, old_tasks: int, new_tasks: int, seed: int
     ) -> dict[str, Tensor]:
         """Return the weights with drawn factors A and with B = 0 for each new task."""
-        first = {name.removeprefix(f"{ROOT}.0."): w for name, w in weights.items() if name.startswith(f"{ROOT}.0.")}
+        first = {
+            name.removeprefix(f"{PROMPTS}.0."): w for name, w in weights.items() if name.startswith(f"{PROMPTS}.0.")
+        }
         for task in range(old_tasks, new_tasks):
             for name, w in first.items():
                 bound = w.shape[1] ** -0.5 if name.endswith("A") else 0.0
                 random = keyed(seed, "low-rank", task, name)
-                weights[f"{ROOT}.{task}.{name}"] = torch.empty(w.shape).uniform_(-bound, bound, generator=random).to(w)
+                weights[f"{PROMPTS}.{task}.{name}"] = (
+                    torch.empty(w.shape).uniform_(-bound, bound, generator=random).to(w)
+                )
         return weights
 
     def extract(
@@ -126,7 +129,7 @@ class Factors(nn.Module):
 
 def name_factor(task: int, index: int, factor: str) -> str:
     """Return the name in a network of the factor A or B of a task and a map, by its place."""
-    return f"{ROOT}.{task}.{index}.{factor}"
+    return f"{PROMPTS}.{task}.{index}.{factor}"
 
 
 def find_maps(frozen: FeatureNet, settings: LowRank.Settings) -> Iterator[LinearMap]:

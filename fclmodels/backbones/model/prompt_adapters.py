@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.model.adapted import Adapted, AdaptedVit, Features
+from fclmodels.backbones.model.coda_prompts import CodaVit
 from fclmodels.backbones.model.low_rank import LowRank
 from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate
 from fclmodels.randomness import generator as keyed
@@ -260,7 +261,9 @@ class Bottlenecks(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(layers, width))
 
 
-KINDS: dict[str, type[Adapted]] = {kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit, AdaptFormer, LowRank)}
+KINDS: dict[str, type[Adapted]] = {
+    kind.kind: kind for kind in (Adapted, L2P, DualP, LoraVit, AdaptFormer, LowRank, CodaVit)
+}
 
 
 def adapt(backbone: FeatureNet, adapter: Mapping[str, Any], tasks: int) -> Adapted:

@@ -1,0 +1,69 @@
+"""FedAvg of the tensors that a task adds to an adapter, and of the head: the base of methods with an adapter a task.
+
+Tensors of other tasks (`backbone.prompts.<task>.*`) stay as they are and take part; clients download them once a task.
+"""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fclmodels.backbones.model.adapted import PROMPTS, Adapted
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.messages import Part, Payload
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
+from fclmodels.settings.base import Settings as BaseSettings
+
+
+class TaskAdapter(FrozenBackbone):
+    """Of the adapter only the present task's tensors train, or those of them whose names end as `moving` says."""
+
+    moving: tuple[str, ...] = ("",)
+
+    def trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
+        parameters = super().trainable(network, task, freeze)
+        return {name: parameter for name, parameter in parameters.items() if not self.is_fixed(name, task)}
+
+    def is_fixed(self, name: str, task: int) -> bool:
+        """Return whether a tensor stays the same while a task is trained."""
+        is_own = name.startswith(f"{PROMPTS}.{task}.") and name.endswith(self.moving)
+        return name.startswith(f"{PROMPTS}.") and not is_own
+
+
+class AdapterTraining(FedAvg):
+    """FedAvg with the part TaskAdapter."""
+
+    attaches: ClassVar[type[Adapted]]
+    part: ClassVar[type[TaskAdapter]] = TaskAdapter
+    network: TaskAdapter
+
+    def __init__(self, settings: BaseSettings, run: Run) -> None:
+        backbone = self.part(settings, run, self.name, self.attaches)
+        super().__init__(settings, backbone.run, backbone)
+
+    def advice(self) -> list[str]:
+        return self.network.advice()
+
+    def payload(self, server: Server) -> Payload:
+        """Return the weights; those that stay the same during the task in a part of their own."""
+        payload = super().payload(server)
+        weights = payload["weights"].tensors
+        fixed = {name: tensor for name, tensor in weights.items() if self.network.is_fixed(name, server.task)}
+        if not fixed:
+            return payload
+        moving = {name: tensor for name, tensor in weights.items() if name not in fixed}
+        return {**payload, "weights": Part("weights", moving), "fixed": Part("weights", fixed, once=True)}
+
+    def client_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+        fixed = payload["fixed"].tensors if "fixed" in payload else {}
+        return {**fixed, **super().client_weights(client, payload)}
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        task, network = training.client.task, training.network
+        features = self.network.compute_features(network, batch, task).features
+        return self.cross_entropy(network, features, batch.labels, task)
