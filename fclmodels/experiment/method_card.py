@@ -13,7 +13,7 @@ from typing import Any
 
 import polars as pl
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.data.splits.make_splits import make_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment

@@ -1,12 +1,12 @@
 """CODA-Prompt, federated: each task adds components of prompts to a pool, keys and attention (Smith et al., CVPR 2023).
 
-The mathematics is in fclmodels/backbones/model/coda_prompts.py. Clients train the present task's components and the
+The mathematics is in fclmodels/backbones/adapters/coda_prompts.py. Clients train the present task's components and the
 head by cross entropy, the server averages them; earlier components take part and stay as they are. Left out is CODA's
 loss of orthogonality, whose weight is 0 in its release: components start orthogonal. 100 components of ten tasks, of
 length 8 in the layers 0 to 4, are its release's.
 """
 
-from fclmodels.backbones.model.coda_prompts import CodaVit
+from fclmodels.backbones.adapters.coda_prompts import CodaVit
 from fclmodels.methods.parts.task_adapters import AdapterTraining
 
 

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import PROMPTS
+from fclmodels.backbones.adapters.adapted import PROMPTS
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Payload

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.data.batches import Batch
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.training.local_training import LocalTraining

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies

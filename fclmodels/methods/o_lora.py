@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import PROMPTS
+from fclmodels.backbones.adapters.adapted import PROMPTS
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.low_rank_training import LowRankTraining

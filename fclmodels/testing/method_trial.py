@@ -14,7 +14,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment, Stage
 from fclmodels.federation.client import Client

@@ -13,10 +13,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fclmodels.backbones.adapters.adapted import Adapted, AdaptedVit, Features
+from fclmodels.backbones.adapters.coda_prompts import CodaVit
+from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import Adapted, AdaptedVit, Features
-from fclmodels.backbones.model.coda_prompts import CodaVit
-from fclmodels.backbones.model.low_rank import LowRank
 from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate
 from fclmodels.randomness import generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.data.batches import Batch
 from fclmodels.federation.exchange import Memory
 from fclmodels.federation.messages import Payload

@@ -14,8 +14,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
+from fclmodels.backbones.adapters.adapted import Adapted, AdaptedVit, Features
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import Adapted, AdaptedVit, Features
 from fclmodels.backbones.model.network import FROZEN, Network, build_network
 from fclmodels.backbones.model.prompt_adapters import grow_prompts
 from fclmodels.backbones.model.spec import ModelSpec

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.engine.cohort import Cohort

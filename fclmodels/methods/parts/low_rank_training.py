@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fclmodels.backbones.model.low_rank import LowRank
+from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.federation.server import Server
 from fclmodels.methods.parts.frozen_backbone import get_backbone
 from fclmodels.methods.parts.task_adapters import AdapterTraining

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fclmodels.backbones.model.adapted import PROMPTS, Adapted
+from fclmodels.backbones.adapters.adapted import PROMPTS, Adapted
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fclmodels import source_digest
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.experiment.step_keys import MONITORS, identify, list_modules, list_optional_modules, step_key
 from fclmodels.federation import evaluation
 from fclmodels.federation.executors.client_work import PROTECTION, list_stage_modules

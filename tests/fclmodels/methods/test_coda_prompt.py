@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fclmodels.backbones.model.coda_prompts import mix_components, orthogonalise
+from fclmodels.backbones.adapters.coda_prompts import mix_components, orthogonalise
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.coda_prompt import CodaPrompt

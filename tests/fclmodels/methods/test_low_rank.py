@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import torch
 
-from fclmodels.backbones.model.low_rank import LowRank, find_maps, name_factor
+from fclmodels.backbones.adapters.low_rank import LowRank, find_maps, name_factor
 from fclmodels.backbones.model.network import FROZEN, build_network
 from fclmodels.errors import UserError
 from fclmodels.experiment.exported_model import ExportedModel

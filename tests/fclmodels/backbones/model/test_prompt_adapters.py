@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import Adapted
 from fclmodels.backbones.model.prompt_adapters import KINDS, adapt, grow_prompts, select
 from fclmodels.backbones.resnet18 import ResNet18
 from fclmodels.backbones.vit import Attached, Vit

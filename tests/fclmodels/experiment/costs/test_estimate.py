@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fclmodels import machine, plugins
-from fclmodels.backbones.model.adapted import Adapted
+from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.costs import estimate as estimating

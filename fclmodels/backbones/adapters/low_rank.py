@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fclmodels.backbones.adapters.adapted import PROMPTS, Adapted, Features
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import PROMPTS, Adapted, Features
 from fclmodels.backbones.vit import VitNet
 from fclmodels.errors import UserError
 from fclmodels.randomness import generator as keyed

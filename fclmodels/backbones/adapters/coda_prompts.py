@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fclmodels.backbones.adapters.adapted import PROMPTS, AdaptedVit, Features
 from fclmodels.backbones.base import FeatureNet
-from fclmodels.backbones.model.adapted import PROMPTS, AdaptedVit, Features
 from fclmodels.backbones.vit import Attached
 from fclmodels.randomness import generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
