@@ -12,9 +12,7 @@ knowledge: `anchor`; `means` {weight [C, F], bias [C]} as a head: the nearest of
 """
 
 from dataclasses import replace
-from typing import Literal
 
-from pydantic import Field
 from torch import Tensor
 
 from fclmodels.data.batches import Batch
@@ -36,21 +34,12 @@ class Icarl(Rehearsed):
     name = "icarl"
     paper = "iCaRL: Incremental Classifier and Representation Learning"
 
-    class Settings(Rehearsed.Settings):
-        answers: Literal["nearest-mean", "head"] = Field(
-            "nearest-mean", description="who answers: the nearest mean of exemplars (the paper's), or the head"
-        )
-
-    settings: Settings
-
     def start_task(self, server: Server, task: int) -> Server:
         started = super().start_task(server, task)
         return replace(started, knowledge={n: k for n, k in started.knowledge.items() if n != "means"})
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         replies = cohort.ask(self.select, server, clients=cohort.everyone)
-        if self.settings.answers == "head":
-            return server
         means = fit_directions(replies.sum("means"), replies.noise("means"))
         return replace(server, knowledge={**server.knowledge, "means": means})
 
@@ -59,8 +48,6 @@ class Icarl(Rehearsed):
         return FittedHead(**server.knowledge["means"]) if "means" in server.knowledge else None
 
     def select_form(self, task: int, round: int) -> Form:
-        if self.settings.answers == "head":
-            return {}
         network = self.networks.of(self.run.spec(task + 1))
         return {"means": outline_sums(network, self.memory.limit(network.spec))}
 
@@ -68,8 +55,6 @@ class Icarl(Rehearsed):
         """Return the memory with exemplars of the task, and their sums and numbers by class."""
         network = self.load_final(client, payload)
         memory = self.memory.add_task(client, network)
-        if self.settings.answers == "head":
-            return Answer({}, memory)
         return Answer({"means": sum_features(client, network, memory)}, memory)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:

@@ -22,17 +22,13 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
-from fclmodels.federation.messages import Payload, make_outline
+from fclmodels.federation.exchange import Exchange, Memory
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.glfc import Glfc
-from fclmodels.methods.parts.coreset_memory import embed
-from fclmodels.methods.parts.rehearsal import count_columns, find_columns
 from fclmodels.numerics.gradient_compensation import compensate, weigh_cross_entropy
-from fclmodels.numerics.prototypes import Moments, fit_gaussians, moments
+from fclmodels.numerics.prototypes import Moments, fit_gaussians
 
 LEAST, MOST = 0.5, 5.0  # of a sample's weight
 
@@ -54,7 +50,7 @@ class Lga(Glfc):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         if settings.proxy:
-            self.describe = self.declare(Exchange("describe", self.payload, self.sum_classes, self.moments_form))
+            self.describe = self.declare(Exchange("describe", self.payload, self.sum_moments, self.moments_form))
 
     # On the server.
 
@@ -81,20 +77,6 @@ class Lga(Glfc):
         )
 
     # On a client.
-
-    def moments_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
-        columns, features = count_columns(network.spec), network.backbone.features
-        shapes = {"weight": (columns,), "sum": (columns, features), "square": (columns, features)}
-        return {"moments": make_outline("prototype", shapes, torch.float64)}
-
-    @torch.no_grad()
-    def sum_classes(self, client: Client, payload: Payload) -> Answer:
-        """Return the moments of a client's classes on the model."""
-        network, samples = self.load_final(client, payload), self.run.batches.read_raw(client.rows)
-        labels = find_columns(network.spec, samples.labels, samples.tasks).cpu()
-        total = moments(embed(client, network, samples), labels, count_columns(network.spec))
-        return Answer({"moments": total}, client.memory)
 
     def weigh(self, gaps: Tensor, tasks: Tensor, task: int) -> Tensor:
         """Return w [B] within [0.5, 5], each task's samples by themselves."""

@@ -22,15 +22,17 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Payload
+from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
+from fclmodels.methods.parts.coreset_memory import embed
 from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, iterate_joined_epochs
 from fclmodels.methods.parts.replay_memory import unpack_samples
+from fclmodels.numerics.prototypes import moments
 
 
 class LastModel:
@@ -93,6 +95,25 @@ class Rehearsed(FedAvg):
     def load_final(self, client: Client, payload: Payload) -> Network:
         """Return the global model that a client was sent, in evaluation mode."""
         return self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+
+    def moments_form(self, task: int, round: int) -> Form:
+        """Return the outlines of a client's moments of its classes' features."""
+        network = self.networks.of(self.run.spec(task + 1))
+        columns, features = count_columns(network.spec), network.backbone.features
+        shapes = {"weight": (columns,), "sum": (columns, features), "square": (columns, features)}
+        return {"moments": make_outline("prototype", shapes, torch.float64)}
+
+    @torch.no_grad()
+    def sum_moments(self, client: Client, payload: Payload) -> Answer:
+        """Return the moments of a client's classes on the model that it was sent."""
+        network, samples = self.load_final(client, payload), self.run.batches.read_raw(client.rows)
+        labels = find_columns(network.spec, samples.labels, samples.tasks).cpu()
+        features = self.scale_features(embed(client, network, samples))
+        return Answer({"moments": moments(features, labels, count_columns(network.spec))}, client.memory)
+
+    def scale_features(self, features: Tensor) -> Tensor:
+        """Return features [n, F] as moments are taken of them."""
+        return features
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:

@@ -1,0 +1,101 @@
+"""AFC+FL: PODNet whose distillation weighs channels by what they matter to the old tasks' loss (Kang et al. 2022).
+
+PODNet's distances give way to  lambda sqrt((n + m) / m) mean I_c ||u_c - u*_c||  over blocks, samples and channels; u_c
+is channel c's map of squares, of length 1 over positions. Squares and norm are the release's, as PODNet has them.
+
+I_c is the squared gradient of the loss by a block's output, summed over positions, over a client's samples of the task
+that has ended, and over clients; the server divides it by its mean over the block's channels. Clients take it of the
+final model in evaluation mode and without augmentation (ours: in the release passes in training mode move running
+statistics). All else is in parts/proxy_classifier.py.
+
+knowledge: PODNet's; `importance` {block: I [C]} of the last task's model.
+"""
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.parts.coreset_memory import EMBED
+from fclmodels.methods.parts.proxy_classifier import FEATURES, PROXIES, Outputs, ProxyRehearsed
+from fclmodels.numerics.pooled_distillation import measure_channel_distance, sum_importance, to_maps
+
+IMPORTANCE = "importance"
+
+
+class Importance(dict[str, Tensor]):
+    """I [C] of each block, in one training."""
+
+
+class Afc(ProxyRehearsed):
+    """Clients hold on to channels as far as the loss of earlier tasks depends on them."""
+
+    name = "afc"
+    paper = "Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation"
+
+    class Settings(ProxyRehearsed.Settings):
+        lam: NonNegativeFloat = Field(
+            4.0, le=1e6, alias="lambda", description="weight of the distance; the paper's for ImageNet-100: 10"
+        )
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.weigh = self.declare(Exchange("weigh", self.payload, self.sum_gradients, self.importance_form))
+
+    def payload(self, server: Server) -> Payload:
+        importance = server.knowledge.get(IMPORTANCE)
+        further = {} if importance is None else {IMPORTANCE: Part("statistics", importance, once=True)}
+        return {**super().payload(server), **further}
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        ended = super().finish_task(server, cohort)
+        sums = cohort.ask(self.weigh, ended).sum(IMPORTANCE)
+        importance = {name: (total / total.mean()).nan_to_num(1.0).float() for name, total in sums.items()}
+        return replace(ended, knowledge={**ended.knowledge, IMPORTANCE: importance})
+
+    # On a client.
+
+    def importance_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.spec(task + 1)).eval()
+        row = self.rows(task, self.participants(task)[0]).take(torch.zeros(1, dtype=torch.int64).numpy())
+        with torch.no_grad():
+            outputs = self.run_blocks(network, next(self.run.batches.iterate_ordered(row, 1)))
+        shapes = {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
+        return {IMPORTANCE: make_outline("statistics", shapes, torch.float64)}
+
+    def sum_gradients(self, client: Client, payload: Payload) -> Answer:
+        """Return the sums of squared gradients of each block's channels over a client's samples of the task."""
+        network = self.load_final(client, payload).requires_grad_(True)
+        proxies = self.load_proxies(payload[PROXIES].tensors)
+        totals: dict[str, Tensor] = {}
+        for batch in self.run.batches.iterate_ordered(client.rows, EMBED):
+            outputs = self.run_blocks(network, batch)
+            loss = self.classify(network, proxies, outputs.pop(FEATURES), batch) * len(batch.labels)
+            gradients = torch.autograd.grad(loss, list(outputs.values()))
+            for name, gradient in zip(outputs, gradients, strict=True):
+                totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + sum_importance(gradient).cpu()
+        return Answer({IMPORTANCE: totals}, client.memory)
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        super().start_training(training, payload)
+        if IMPORTANCE in payload:
+            training.add(Importance(payload[IMPORTANCE].tensors))
+
+    def compare(self, training: LocalTraining, outputs: Outputs, targets: Outputs) -> Tensor:
+        importance = training.part(Importance) or Importance()
+        distances = [
+            measure_channel_distance(outputs[name], targets[name], importance.get(name))
+            for name in outputs
+            if name != FEATURES
+        ]
+        return self.settings.lam * torch.stack(distances).mean()
