@@ -33,6 +33,7 @@ Kind = Literal[
     "gradient",
     "generator",
     "class-statistics",
+    "input-statistics",
     "protocol",
 ]
 Least = Literal["sum", "group", "each"]
@@ -48,7 +49,7 @@ class Part:
     not negative (without); "energy" of a layer's input is [||X||^2, ||X*||^2, n ||X*|| / ||X||, n]; "loss" a sum over
     samples, and their number; "samples" are synthetic; "gradient" is that of a loss, by parameter; "generator" the
     weights of a network beside the model; "class-statistics" counts, sums and second moments of features by class, or
-    A^T A and A^T Y of features A and classes Y.
+    A^T A and A^T Y of features A and classes Y; "input-statistics" sums of x x^T of layers' inputs, or their diagonals.
     """
 
     kind: Kind

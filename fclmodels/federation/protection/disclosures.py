@@ -35,6 +35,7 @@ DISCLOSURES: dict[Kind, Disclosure] = {
     "gradient": Disclosure("a gradient of few samples, from which these can be reconstructed"),
     "generator": Disclosure("a model of a client's data, from which anyone draws samples", has_sum=False),
     "class-statistics": Disclosure("mean and covariance of each class's features: a Gaussian that can be sampled"),
+    "input-statistics": Disclosure("second moments of layer inputs: in which directions a client's samples lie"),
 }
 
 
@@ -59,4 +60,4 @@ def find_part_without_bound(method: "Method") -> tuple[str, Part] | None:
 
 def _lacks_bound(part: Part) -> bool:
     """Return whether noise needs a bound that the part does not declare; of other kinds the first reply is refused."""
-    return part.bound is None and part.kind in ("gradient", "generator", "class-statistics")
+    return part.bound is None and part.kind in ("gradient", "generator", "class-statistics", "input-statistics")

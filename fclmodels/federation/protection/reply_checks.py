@@ -174,9 +174,19 @@ def check_second_moments(outer: Tensor) -> None:
         raise PartError("has a negative sum of squares")
 
 
+def check_input_statistics(tensors: Mapping[str, Tensor]) -> None:
+    """Raise PartError where a matrix [d, d] or a diagonal [d] is no sum of x x^T."""
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            check_second_moments(tensor[None])
+        elif tensor.ndim != 1 or (tensor < 0).any():
+            raise PartError("has a negative sum of squares")
+
+
 CHECKS: Mapping[str, Callable[[Mapping[str, Tensor]], None]] = {
     "samples": check_samples,
     "class-statistics": check_class_statistics,
+    "input-statistics": check_input_statistics,
     "prototype": check_moments,
     "energy": check_energies,
     "loss": check_loss,

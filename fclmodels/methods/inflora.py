@@ -1,0 +1,112 @@
+"""InfLoRA, federated: low-rank factors that learn only where no earlier task's inputs lie (Liang and Li, CVPR 2024).
+
+Before a task its factors A are set for good, to the leading directions of the task's inputs outside of what earlier
+tasks' inputs span, and only B, zero at first, trains: so that what is learned changes no output of earlier inputs, up
+to what the memory leaves out. The memory of each layer is DualGPM's (fclmodels/numerics/dual_memory.py): after a task
+it takes in directions until the share lambda + (1 - lambda) t / T of the inputs' energy is covered, t from 0.
+
+Federated (our choice): clients send the sum of x x^T over the inputs of the changed maps, before a task on the model
+that the last one left, and after it; the server adds them up, which is what one place would have. As A is the same for
+all, the mean of B is the mean of B A: averaging is exact. The release trains a head for each task on the task's classes
+alone: `model.loss_over: task`. Rank and lambda are its values for CIFAR-100 (0.98 for ImageNet-R).
+
+knowledge: `memory` {layer: {basis [d, k], spans_free}}.
+"""
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field, PositiveInt
+
+from fclmodels.backbones.adapters.low_rank import LowRank, Target, name_factor
+from fclmodels.backbones.model.network import FROZEN
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange, Form
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.method import Obstacle
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.methods.parts.frozen_backbone import AT_ONCE, get_backbone
+from fclmodels.methods.parts.input_grams import Grams, outline_grams, sum_inputs
+from fclmodels.methods.parts.low_rank_training import LowRankTraining
+from fclmodels.methods.parts.task_adapters import TaskAdapter
+from fclmodels.numerics.dual_memory import DualMemory, design_factor, extend_memory
+
+
+class OnlyB(TaskAdapter):
+    """Of the present task's factors B alone trains; A is downloaded once a task."""
+
+    moving = ("B",)
+
+
+class InfLora(LowRankTraining):
+    """Trains low-rank changes that earlier tasks' inputs do not reach, and the head."""
+
+    name = "inflora"
+    paper = "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning"
+    part = OnlyB
+
+    class Settings(LowRankTraining.Settings):
+        rank: PositiveInt = Field(10, le=1024, description="r, the rank of what a task adds to a map")
+        targets: tuple[Target, ...] = Field(
+            ("key", "value"), min_length=1, description="the maps that change: of attention and of the perceptron"
+        )
+        lam: float = Field(
+            0.95, ge=0, le=1, alias="lambda", description="share of the inputs' energy that the first task takes"
+        )
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.ask_inputs = self.declare(Exchange("inputs", self.payload, self.answer, self.form))
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return Obstacle("takes directions from sums of inputs, which noise would fill", "Use o-lora")
+
+    def widths(self, task: int) -> dict[str, int]:
+        """Return the width of each layer with a changed map."""
+        adapted = get_backbone(self.networks.of(self.run.spec(task + 1)))
+        assert isinstance(adapted, LowRank)
+        return {of.layer: of.inputs for of in adapted.maps}
+
+    # On the server.
+
+    def begin_task(self, server: Server, cohort: Cohort) -> Server:
+        return self.set_factors(server, cohort.ask(self.ask_inputs, server).sum("inputs"))
+
+    def set_factors(self, server: Server, grams: Grams) -> Server:
+        """Return the server whose present factors A lie in directions of the inputs that are free."""
+        memories, adapted = read_memory(server), get_backbone(self.networks.of(server.spec))
+        assert isinstance(adapted, LowRank)
+        designs = {name: design_factor(H, memories.get(name), self.settings.rank) for name, H in grams.items()}
+        names = {name_factor(server.task, index, "A"): of.layer for index, of in enumerate(adapted.maps)}
+        new = {name: designs[layer].to(server.weights[name]) for name, layer in names.items()}
+        return replace(server, weights={**server.weights, **new})
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        grams, old = cohort.ask(self.ask_inputs, server).sum("inputs"), read_memory(server)
+        share = server.task / len(self.run.splits.tasks)
+        threshold = self.settings.lam + (1 - self.settings.lam) * share
+        memory = {name: extend_memory(H, old.get(name), threshold)._asdict() for name, H in grams.items()}
+        return replace(server, knowledge={**server.knowledge, "memory": memory})
+
+    # On a client.
+
+    def form(self, task: int, round: int) -> Form:
+        return {"inputs": outline_grams(self.widths(task))}
+
+    @torch.no_grad()
+    def answer(self, client: Client, payload: Payload) -> Answer:
+        """Return the sums of x x^T over the inputs of a client's samples."""
+        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+        batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
+        return Answer({"inputs": sum_inputs(network, batches, self.widths(client.task), FROZEN)}, client.memory)
+
+
+def read_memory(server: Server) -> dict[str, DualMemory]:
+    """Return the memory of each layer; none before the first task has ended."""
+    memory = server.knowledge.get("memory", {})
+    return {name: DualMemory(of["basis"], bool(of["spans_free"])) for name, of in memory.items()}
