@@ -45,8 +45,8 @@ def extend_memory(H: Tensor, memory: DualMemory | None, threshold: float) -> Dua
     total = torch.linalg.svdvals(H).square().sum()
     if memory is None:
         U, sigma, _ = torch.linalg.svd(H)
-        taken = int((sigma.square().cumsum(0) / total < threshold).sum())
-        return _choose_form(DualMemory(U[:, : max(1, taken)], False))
+        below = int((sigma.square().cumsum(0) / total < threshold).sum())
+        return _choose_form(DualMemory(U[:, : max(1, below)], False))
     U, sigma, _ = torch.linalg.svd(memory.find_free(H))
     shares = sigma.square() / total
     # The free share before each direction is taken, the strongest first.

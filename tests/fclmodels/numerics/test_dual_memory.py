@@ -75,7 +75,7 @@ def test_it_is_the_releases_memory(lam: float) -> None:
 def test_factors_leave_taken_inputs_alone_and_have_no_rows_where_nothing_is_free() -> None:
     random = torch.Generator().manual_seed(0)
     X = torch.randn(6, 2, generator=random).double() @ torch.randn(2, 30, generator=random).double()
-    memory = extend_memory(X @ X.T, None, 1.0)
+    memory = DualMemory(torch.linalg.qr(X[:, :2]).Q, False)
     new = torch.randn(6, 30, generator=random).double()
     A = design_factor(new @ new.T, memory, 5)
     assert (A @ X).abs().max() < 1e-5 * X.abs().max()
