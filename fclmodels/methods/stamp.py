@@ -36,7 +36,8 @@ from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.local_training import LocalTraining, make_optimiser
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.coreset_memory import CoresetMemory, CoresetSettings
 from fclmodels.methods.parts.gradient_alignment import AlignmentSettings, GradientAlignment, require_single_updates

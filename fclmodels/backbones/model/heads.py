@@ -20,8 +20,8 @@ class Heads(nn.ModuleList):
         super().__init__()
         self.spec = spec
         for head, labels in enumerate(spec.head_labels):
-            linear = nn.utils.skip_init(nn.Linear, features, len(labels))
-            linear.load_state_dict(draw_rows(seed, head, labels, features))
+            linear = nn.Linear(features, len(labels), device="meta")  # not drawn twice
+            linear.load_state_dict(draw_rows(seed, head, labels, features), assign=True)
             self.append(linear)
 
 

@@ -21,9 +21,14 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
+from fclmodels.federation.training.optimisers import (
+    Optimiser,
+    make_optimiser,
+    read_optimiser_state,
+    restore_optimiser,
+)
 from fclmodels.randomness import seed_torch
 from fclmodels.settings.schema import OptimizerSettings
-from fclmodels.storage.trees import Tree
 
 if TYPE_CHECKING:
     from fclmodels.federation.method import Method
@@ -55,9 +60,9 @@ class LocalTraining:
 
             self.frozen_activations = activations(client, network, self.parameters)
         self.networks: dict[str, tuple[nn.Module, Auxiliary]] = {}  # beside the model, by name
-        self._optimisers: list[torch.optim.Optimizer] = []
+        self._optimisers: list[Optimiser] = []
         self._epochs = 0  # of this round that are over
-        self._schedules: list[tuple[torch.optim.Optimizer, OptimizerSettings]] = []
+        self._schedules: list[tuple[Optimiser, OptimizerSettings]] = []
         self._parts: dict[type, object] = {}
         self._contexts: list[AbstractContextManager[object]] = []
 
@@ -94,7 +99,7 @@ class LocalTraining:
         self.method.finish_training(self)
         return float(total) / max(samples, 1)
 
-    def take_step(self, batch: Batch, optimisers: Sequence[torch.optim.Optimizer]) -> Tensor:
+    def take_step(self, batch: Batch, optimisers: Sequence[Optimiser]) -> Tensor:
         """Take one step on a batch; return its loss."""
         for optimiser in optimisers:
             optimiser.zero_grad()
@@ -120,13 +125,13 @@ class LocalTraining:
         states = [read_optimiser_state(optimiser) for optimiser in self._optimisers]
         return {"optimisers": {"task": self.client.task, "states": states}}
 
-    def _restore_optimisers(self, optimisers: list[torch.optim.Optimizer]) -> None:
+    def _restore_optimisers(self, optimisers: list[Optimiser]) -> None:
         saved = self.client.memory.get("optimisers", {"task": -1})
         if saved["task"] == self.client.task:
             for optimiser, state in zip(optimisers, saved["states"], strict=True):
                 restore_optimiser(optimiser, state)
 
-    def make_optimisers(self) -> list[torch.optim.Optimizer]:
+    def make_optimisers(self) -> list[Optimiser]:
         """Return the optimisers of this round: of the method's groups, of all other parameters, of networks beside."""
         settings, groups = self.client.run.params.optimizer, self.method.optimisers(self)
         grouped = {name for group in groups for name in group.names}
@@ -202,25 +207,3 @@ class LocalTraining:
         """Put each parameter a step from where it was before."""
         for name, parameter in self.parameters.items():
             parameter.copy_(before[name] + steps[name])
-
-
-def read_optimiser_state(optimiser: torch.optim.Optimizer) -> Tree:
-    """Return the state of an optimiser as a tree: moments and counts, by the place of each parameter."""
-    return {str(place): state for place, state in optimiser.state_dict()["state"].items()}
-
-
-def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Tree) -> None:
-    """Let an optimiser go on from such a state; its settings stay."""
-    state = {int(place): values for place, values in tree.items()}
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-
-
-def make_optimiser(
-    settings: OptimizerSettings, parameters: list[nn.Parameter], round: int, epochs: int = 0
-) -> torch.optim.Optimizer:
-    """Return a new optimiser for a task's state after so many rounds, or local epochs, as `lr_decay` counts in."""
-    lr, decay = settings.compute_lr(round, epochs), settings.weight_decay
-    if settings.kind == "sgd":
-        return torch.optim.SGD(parameters, lr, settings.momentum, weight_decay=decay, fused=True)
-    kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
-    return kind(parameters, lr, weight_decay=decay, fused=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fclmodels import machine
 from fclmodels.federation.executors.base import set_torch_threads
-from fclmodels.federation.training.local_training import read_optimiser_state, restore_optimiser
+from fclmodels.federation.training.optimisers import Optimiser, read_optimiser_state, restore_optimiser
 from fclmodels.randomness import seed_torch
 from fclmodels.storage import trees
 from fclmodels.storage.trees import Tree
@@ -50,7 +50,7 @@ class NetworkTraining(ServerWork):
 
     name: str
     networks: Mapping[str, nn.Module]  # all that training changes, statistics too
-    optimisers: Sequence[torch.optim.Optimizer]
+    optimisers: Sequence[Optimiser]
     loss: Callable[[int], Tensor]  # of a step by its number
 
     def step(self, number: int) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fclmodels.data.batches import Batch
-from fclmodels.federation.training.local_training import make_optimiser
+from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.prox_anchor import ProxAnchor
 from fclmodels.methods.special_c import SpecialC

@@ -16,7 +16,7 @@ from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.training import server_training
-from fclmodels.federation.training.local_training import make_optimiser
+from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.federation.training.server_training import NetworkTraining, ServerTraining, ServerWork
 from fclmodels.settings.schema import OptimizerSettings
 from fclmodels.storage import trees

@@ -15,7 +15,7 @@ from torch import Tensor
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import copy_state
-from fclmodels.federation.training.local_training import make_optimiser
+from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.federation.training.server_training import NetworkTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.settings.schema import OptimizerSettings
