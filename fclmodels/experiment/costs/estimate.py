@@ -47,7 +47,7 @@ def estimate_run(run: "Experiment") -> Estimate:
         remedy = advise_smaller(run)
         raise UserError(
             f"{run.label} does not fit into memory: {format_bytes(free or 0)} are free, and a trial of a few "
-            f"samples took more. {remedy} Or run it all the same: --force."
+            f"samples took more. {remedy} fcl run --force runs it all the same."
         ) from None
     return extrapolate(trial, run.method, run.choice)
 
@@ -136,13 +136,13 @@ def refuse_what_does_not_fit(estimate: Estimate, run: "Experiment") -> None:
         raise UserError(
             f"{run.label} does not fit into memory: it takes about {format_bytes(estimate.memory)} "
             f"({describe_memory(estimate)}), and {format_bytes(free)} are free. {remedy} "
-            "Or run it all the same: --force."
+            "fcl run --force runs it all the same."
         )
     if estimate.disk > room:
         raise UserError(
             f"{run.label} does not fit on the disk of {run.home}: it takes about {format_bytes(estimate.disk)}, "
             f"and {format_bytes(room)} are free. Make room, or link {run.home} to a larger disk. "
-            "Or run it all the same: --force."
+            "fcl run --force runs it all the same."
         )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fclmodels import machine
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import ClientResult, Job
 from fclmodels.federation.executors.process_worker import convert_job_to_tree, digest_code, set_up_of
@@ -61,6 +62,7 @@ class RayCluster:
         self._opened = contextlib.ExitStack()
         self.ray = self._opened.enter_context(connect_cluster(threads * workers if workers else None))
         resources = self.ray.cluster_resources()
+        self._memory_kills = machine.count_memory_kills()
         self._count = workers or max(1, int(resources.get("CPU", 1)) // threads)
         self._set_up = json.dumps(
             set_up_of(method, threads)
@@ -161,11 +163,18 @@ class RayCluster:
         return self._data
 
     def _count_death(self, deaths: Counter[int | None], chunk: Chunk | None, problem: Exception) -> None:
-        """Raise RuntimeError where actors keep dying on the same clients, or before they have any."""
+        """Raise an error where actors keep dying on the same clients, or before they have any."""
         place = chunk.place if chunk else None
         deaths[place] += 1
         if chunk and deaths[place] >= DEATHS_OF_ONE_CHUNK:
             clients = ", ".join(map(str, chunk.clients))
+            # Ray's own watch ends actors of a node that runs low; the kernel's kills are counted on this machine alone.
+            by_ray = isinstance(problem, self.ray.exceptions.OutOfMemoryError)
+            if by_ray or machine.count_memory_kills() > self._memory_kills:
+                raise UserError(
+                    f"client {clients}: memory ran out, and its actor was killed {deaths[place]} times. Set fewer "
+                    "federation.workers, a smaller batch_size or a smaller model."
+                )
             raise RuntimeError(f"client {clients}: the actor died {deaths[place]} times ({type(problem).__name__})")
         if deaths[None] >= DEATHS_OF_ONE_CHUNK * self._count:
             raise RuntimeError(f"actors cannot be started: {problem}")

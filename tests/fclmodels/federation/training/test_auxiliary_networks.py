@@ -86,7 +86,7 @@ def test_each_is_trained_by_its_own_optimiser(method: Any, client_of: Callable[.
     payload = method.payload(server)
     training = method.prepare_training(client_of(method, 1), payload)
     optimisers = training.make_optimisers()
-    assert [type(optimiser).__name__ for optimiser in optimisers] == ["SGD", "Adam", "SGD"]
+    assert [type(optimiser).__name__ for optimiser in optimisers] == ["Sgd", "Adam", "Sgd"]
     before = {name: copy_state(module) for name, (module, _) in training.networks.items()}
     training.take_step(next(next(method.epochs(training))), optimisers)
     after = {name: copy_state(module) for name, (module, _) in training.networks.items()}

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import product
+from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,9 @@ def test_what_goes_wrong_on_an_actor_surfaces(on_ray: OnRay, tmp_path: Path, mon
     deaths = problem("methods.diary.trouble=death", f"methods.diary.mark={tmp_path}/mark").value
     assert "the actor died 1 times" in str(deaths)
     assert "client" in str(deaths)
+    monkeypatch.setattr(ray_cluster.machine, "count_memory_kills", partial(next, count()))
+    settings = ("methods.diary.trouble=death", f"methods.diary.mark={tmp_path}/another mark")
+    assert "memory ran out, and its actor was killed 1 times. Set fewer federation.workers" in str(problem(*settings))
     monkeypatch.setattr(ray_cluster, "PATIENCE", 2)
     assert "no room for an actor (2 CPUs" in str(problem("federation.threads=2").value)
 
