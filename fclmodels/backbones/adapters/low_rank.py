@@ -19,7 +19,7 @@ from fclmodels.errors import UserError
 from fclmodels.randomness import generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
 
-Target = Literal["query", "key", "value", "output", "perceptron-in", "perceptron-out"]
+Target = Literal["attention-in", "query", "key", "value", "output", "perceptron-in", "perceptron-out"]
 # Parts of the names of an encoder's linear layers (BERT and its kin, DistilBERT).
 TEXT_NAMES: dict[Target, str] = {
     "query": r"attention\.(self\.query|q_lin)$",
@@ -62,7 +62,9 @@ class LowRank(Adapted):
         rank: PositiveInt = Field(8, le=1024, description="r, the rank of what a task adds to a map")
         scale: PositiveFloat = Field(1.0, le=1000, description="factor on B A (alpha / r of LoRA)")
         targets: tuple[Target, ...] = Field(
-            ("query", "value"), min_length=1, description="the maps that change: of attention and of the perceptron"
+            ("query", "value"),
+            min_length=1,
+            description="the maps that change; attention-in: queries, keys and values of a vit as one",
         )
         layers: tuple[NonNegativeInt, ...] | None = Field(None, description="layers, from 0, in which; null: all")
 
@@ -154,7 +156,9 @@ def _list_layers(frozen: FeatureNet) -> list[dict[Target, LinearMap]]:
         D, layers = frozen.features, []
         for index in range(len(frozen.layers)):
             prefix = f"layers.{index}"
-            of_layer = {t: LinearMap(f"{prefix}.self_attention.in_proj", D * i, D, D) for t, i in VIT_ROWS.items()}
+            in_proj = f"{prefix}.self_attention.in_proj"
+            of_layer = {t: LinearMap(in_proj, D * i, D, D) for t, i in VIT_ROWS.items()}
+            of_layer["attention-in"] = LinearMap(in_proj, 0, 3 * D, D)
             for target, name in VIT_NAMES.items():
                 out, inputs = frozen.get_parameter(f"{prefix}.{name}.weight").shape
                 of_layer[target] = LinearMap(f"{prefix}.{name}", 0, out, inputs)

@@ -175,8 +175,10 @@ def check_second_moments(outer: Tensor) -> None:
 
 
 def check_input_statistics(tensors: Mapping[str, Tensor]) -> None:
-    """Raise PartError where a matrix [d, d] or a diagonal [d] is no sum of x x^T."""
-    for tensor in tensors.values():
+    """Raise PartError where a matrix [d, d] or a diagonal [d] is no sum of x x^T; weights times one are not checked."""
+    for name, tensor in tensors.items():
+        if name.startswith("times."):
+            continue
         if tensor.ndim == 2:
             check_second_moments(tensor[None])
         elif tensor.ndim != 1 or (tensor < 0).any():

@@ -124,7 +124,7 @@ def test_a_task_trains_its_own_pair_and_downloads_the_others_once(
     assert (ledger["bytes"] > 0).sum() == 1
 
 
-@pytest.mark.parametrize("method", ["o-lora", "inflora"])
+@pytest.mark.parametrize("method", ["o-lora", "inflora", "lorm"])
 def test_a_served_model_has_them_merged(method: str, experiment_of: Callable, tmp_path: Path) -> None:
     """It is the plain backbone, with the predictions of the model that was learned."""
     experiment = experiment_of(*VIT, f"methods.{method}.targets=[query, perceptron-in]", method=method)
