@@ -129,7 +129,7 @@ class FedProTIP(FedAvg):
         if self.identity:
             self.declare(self.identity.references)
             if self.identity.calibrates:
-                self.declare(self.identity.calibration)
+                self.declare(self.identity.margin.exchange)
         self.projection.bend(self)
 
     @property

@@ -4,16 +4,8 @@ After task t each client sends U_k diag(sigma_k), the directions of its features
 outside U_1..U_{t-1}, scaled to the features' length along them. U_t has the leading directions over all clients. A
 reference omega^(tau,t) is the root mean square length of a client's features of task tau on U_t (eq. 10).
 
-Of earlier tasks the images are gone, so a client keeps the features of at most 512 of its images a task, with their
-labels, and never sends them. The network goes on learning, and these features would no longer be what it makes of such
-images. So the client measures how far training has moved the features of the images that it has now, from X_old to
-X_new [m, F], and moves stored features A alike (`tip_later: drift`, ours):
-
-    A <- A + A E,  E = argmin ||X_new - X_old - X_old E||^2 + lambda ||E||^2,  lambda a share of the mean eigenvalue.
-
-A sample is routed by itself where that is worth it: on stored features the clients count, by the margin of the best
-task's mean cosine over the next one's, how many samples are answered right with routing and by all heads. The server
-takes the least margin at which routing pays, and all heads answer below it (`tip_reject: calibrated`, ours).
+References of earlier tasks are of features that clients keep, which may move with training (feature_memory.py). A
+sample is routed by itself where that is worth it (routing_margin.py).
 
 knowledge: `tip`, a Router's tree, the `clients` that its references are from ([0] for their mean), and the `drifts`,
 ||X_new - X_old|| / ||X_old|| over all clients in each task; `before`, the weights that the current task began with.
@@ -27,27 +19,21 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fclmodels.backbones.inputs.layer_capture import BATCH
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec
-from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
-from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.method import Obstacle
-from fclmodels.federation.prediction import Columns
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
+from fclmodels.methods.parts.feature_memory import remember_features
 from fclmodels.methods.parts.protected_subspace import Bases, has_no_new_classes
+from fclmodels.methods.parts.routing_margin import RoutingMargin
 from fclmodels.numerics.subspace import extend
 from fclmodels.numerics.task_relevance import Router, batch_relevance, relevance
 from fclmodels.settings.base import Settings as BaseSettings
-
-STORED = 512  # features of a task that a client keeps at most
-RIDGE = 0.01  # lambda, as a share of the mean eigenvalue of the features' Gram matrix
-# Lower ends of the margins by which answers are counted; the first one has everything below the second.
-MARGINS = torch.cat([torch.full((1,), -2.0), torch.zeros(1), torch.logspace(-6, 0, 37)]).double()
 
 
 class TipSettings(BaseSettings):
@@ -121,7 +107,7 @@ class TaskIdentity:
         self.method = method
         self.votes = settings.tip_reference == "each"
         self.references = Exchange("references", self.bases_payload, self.answer_references, self.references_form)
-        self.calibration = Exchange("calibration", self.router_payload, self.count_answers, self.counts_form)
+        self.margin = RoutingMargin(run, settings.tip_rule)
 
     @property
     def obstacle_to_sums(self) -> Obstacle | None:
@@ -149,8 +135,7 @@ class TaskIdentity:
         answers = self._ask(cohort, bases, present) if present else {}
         router = merge_references(before, clients if self.votes else [0], bases, answers, self.settings.tip_rule)
         if self.calibrates and len(bases) > 1:
-            counts = cohort.ask(self.calibration, server, router, clients=clients).sum("right")
-            router = replace(router, least_margin=find_least_margin(counts["routed"], counts["all"]))
+            router = self.margin.calibrate(server, cohort, router, clients)
         tip = {**before, "clients": clients if self.votes else [0], **router.to_tree()}
         knowledge = {name: value for name, value in server.knowledge.items() if name != "before"}
         return replace(server, knowledge={**knowledge, "tip": tip})
@@ -238,84 +223,18 @@ class TaskIdentity:
             memory = {name: value for name, value in memory.items() if name not in ("features", "labels")}
         return Answer({"references": {"omega": omega, "count": count}}, memory)
 
-    def router_payload(self, server: Server, router: Router) -> Payload:
-        tensors = {"references": router.references, "known": router.has_reference.to(torch.uint8)}
-        return {
-            "weights": Part("weights", server.weights),
-            "router": Part("reference", tensors),
-            "features": Part("basis", {str(task): basis for task, basis in enumerate(router.bases)}),
-        }
-
-    def counts_form(self, task: int, round: int) -> Form:
-        return {"right": make_outline("count", {"routed": (len(MARGINS),), "all": (len(MARGINS),)}, torch.int64)}
-
-    def count_answers(self, client: Client, payload: Payload) -> Answer:
-        """Return how many stored features are answered right with routing and by all heads, by margin [MARGINS]."""
-        by_task, tensors = payload["features"].tensors, payload["router"].tensors
-        bases = tuple(by_task[str(task)] for task in range(len(by_task)))
-        router = Router(bases, tensors["references"], tensors["known"].bool(), self.settings.tip_rule)
-        spec, weights = self.run.spec(client.task + 1), payload["weights"].tensors
-        columns = Columns.of(spec, torch.device("cpu"))
-        masks = columns.mask_tasks(task.classes for task in self.run.splits.tasks[: len(bases)])
-        right = {name: torch.zeros(len(MARGINS), dtype=torch.int64) for name in ("routed", "all")}
-        for task, features in client.memory["features"].items():
-            heads = range(len(spec.head_labels))
-            logits = torch.cat(
-                [features @ weights[f"heads.{head}.weight"].T + weights[f"heads.{head}.bias"] for head in heads], dim=1
-            )
-            predicted = router.sample_scores(features).argmax(1)
-            places = torch.bucketize(router.sample_margins(features), MARGINS, right=True).sub(1).clamp(min=0)
-            for name, answers in (("routed", logits.masked_fill(~masks[predicted], -torch.inf)), ("all", logits)):
-                hits = columns.labels[answers.argmax(1)] == client.memory["labels"][task]
-                right[name] += torch.bincount(places[hits], minlength=len(MARGINS))
-        return Answer({"right": right}, client.memory)
-
     def remember(
         self, client: Client, load: Callable[[dict[str, Tensor]], Network], payload: Payload
     ) -> tuple[Memory, dict[str, Tensor]]:
-        """Return a client's memory with features of this task, and how far training has moved them: energies.
-
-        load: makes a network of weights. Where the payload has those that the task began with, earlier tasks' features
-        move too.
-        """
-        rows = client.rows.draw_some(STORED, client.generator("features"))
-        batches = list(self.run.batches.iterate_ordered(rows, BATCH))
-        features = compute_features(load(payload["weights"].tensors), batches)
-        stored, energies = dict(client.memory.get("features", {})), {}
-        if "before" in payload:
-            before = compute_features(load(payload["before"].tensors), batches)
-            stored = {task: move_features(A, before, features) for task, A in stored.items()}
-            moved, size = (X.square().sum(dtype=torch.float64) for X in (features - before, before))
-            energies = {"moved": moved, "size": size}
-        labels = dict(client.memory.get("labels", {}))
-        if client.index in self.choose_reference_clients(client.task):
-            stored[str(client.task)] = features
-            labels[str(client.task)] = torch.cat([batch.labels for batch in batches]).cpu()
-        memory = {**client.memory, "features": stored, "labels": labels} if stored else client.memory
-        return memory, energies
+        """Return a client's memory after a task, and how far its features moved (feature_memory.py)."""
+        stores = client.index in self.choose_reference_clients(client.task)
+        return remember_features(client, load, payload, stores)
 
 
 def begin_knowledge(server: Server) -> dict[str, Any]:
     """Return the server's knowledge of tasks' features."""
     knowledge: dict[str, Any] = server.knowledge.get("tip", {"clients": [], "bases": [], "drifts": []})
     return knowledge
-
-
-@torch.no_grad()
-def compute_features(network: Network, batches: Sequence[Batch]) -> Tensor:
-    """Return the features [n, F] of batches, in evaluation mode, in main memory."""
-    return torch.cat([network.eval().backbone(batch.inputs).cpu() for batch in batches])
-
-
-def move_features(A: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return features A [n, F] moved by A E, where E carries other features [m, F] from before to after training.
-
-    E = before^T (before before^T + lambda I)^-1 (after - before), the ridge regression in its dual form.
-    """
-    X, change = before.double(), (after - before).double()
-    gram = X @ X.T
-    gram.diagonal().add_(RIDGE * float(gram.diagonal().mean()) + torch.finfo(torch.float64).tiny)
-    return (A.double() + (A.double() @ X.T) @ torch.linalg.solve(gram, change)).to(A.dtype)
 
 
 def measure_reference(features: Tensor, bases: Sequence[Tensor]) -> Tensor:
@@ -331,12 +250,6 @@ def average_batches(features: Tensor, bases: Sequence[Tensor]) -> Tensor:
         lengths[0] = 0
         units.append(torch.nn.functional.normalize(lengths, dim=0))
     return torch.stack(units).mean(0)
-
-
-def find_least_margin(routed: Tensor, by_all: Tensor) -> float:
-    """Return the margin from which on routing answers most right, and all heads below, from counts by margin."""
-    right = by_all.cumsum(0) - by_all + routed.flip(0).cumsum(0).flip(0)
-    return float(MARGINS[int(right.argmax())]) if right.max() > by_all.sum() else 2 * float(MARGINS[-1])
 
 
 def merge_references(
