@@ -33,6 +33,7 @@ methods: {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few}
 device: cpu
 """
 VIT = ("model.backbone=vit", "model.patch=2", "model.width=16", "model.depth=5", "model.attention_heads=2")
+CONVIT = ("model.backbone=convit", "model.patch=2", "model.width=16", "model.attention_heads=4", "model.head=per-task")
 TIMES = {  # of an exchange, by its number
     "before a task": pl.col("round") < -BEFORE_ROUNDS,
     "in each round": pl.col("round") >= 0,
@@ -91,8 +92,7 @@ def _describe(kind: Any) -> MethodCard:
 
 
 def _measure_traffic(kind: Any, settings: Path, splits: Splits, home: Path) -> MethodCard:
-    on_vit = getattr(kind, "attaches", Adapted).needs_transformer
-    params = load_params(settings, VIT if on_vit else ())
+    params = load_params(settings, _choose_network(kind))
     folder = home / kind.name / "run"
     with Experiment(params, kind.name, 0, splits, home / kind.name) as experiment:
         experiment.run(folder)
@@ -103,6 +103,13 @@ def _measure_traffic(kind: Any, settings: Path, splits: Splits, home: Path) -> M
     traffic = {way: _list_parts(rows, model) for way, rows in ways.items()}
     predicts = (folder / "confusion.parquet").exists()
     return {"traffic": traffic, "model_bytes": model, "predicts_tasks": predicts}
+
+
+def _choose_network(kind: Any) -> tuple[str, ...]:
+    """Return the settings of a network that a method can run on."""
+    if getattr(kind, "needs_backbone", None) == "convit":
+        return CONVIT
+    return VIT if getattr(kind, "attaches", Adapted).needs_transformer else ()
 
 
 def _list_parts(rows: pl.DataFrame, model: int) -> list[dict[str, Any]]:

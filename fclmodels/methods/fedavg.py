@@ -123,7 +123,11 @@ class FedAvg(Method):
     def train(self, client: Client, payload: Payload) -> Answer:
         """Return the client's update and running statistics' change, both times its weight, and its memory."""
         training = self.prepare_training(client, payload)
-        loss, network, start = training.run(), training.network, training.start
+        return self.report(training, payload, training.run())
+
+    def report(self, training: LocalTraining, payload: Payload, loss: float) -> Answer:
+        """Return the answer of a client that has just trained, with this mean loss."""
+        client, network, start = training.client, training.network, training.start
         update, weight = training.update(), self.client_weight(training)
         averaged = list_statistics(network) - self.network.personal_names(network)
         changes = {name: network.get_buffer(name) - start[name] for name in averaged if name in start}

@@ -26,7 +26,7 @@ from fclmodels.federation.prediction import Prediction, Predictor
 from fclmodels.federation.protection.inspection import describe_form, list_entries
 from fclmodels.federation.server import Server
 from fclmodels.testing.plugin_declaration import check_declaration, require
-from fclmodels.testing.tiny_splits import VIT, load_tiny_params, write_splits
+from fclmodels.testing.tiny_splits import CONVIT, VIT, load_tiny_params, write_splits
 
 # Two of four clients a round; client 0 has nothing of the second task.
 PARTIAL = ("federation.clients_per_round=2", "federation.checkpoint_seconds=0")
@@ -62,7 +62,9 @@ def train(method: type[Method], *settings: str) -> Server:
 
 
 def find_needed_settings(method: type[Method]) -> tuple[str, ...]:
-    """Return settings without which a method cannot run on tiny splits: a transformer, where it attaches to one."""
+    """Return settings without which a method cannot run on tiny splits: a transformer, where it needs one."""
+    if getattr(method, "needs_backbone", None) == "convit":
+        return CONVIT
     return VIT if getattr(method, "attaches", Adapted).needs_transformer else ()
 
 

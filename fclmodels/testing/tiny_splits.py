@@ -28,6 +28,11 @@ VIT = (
     *("model.backbone=vit", "model.patch=3", "model.width=8", "model.depth=2", "model.attention_heads=2"),
     "model.mlp_width=8",
 )
+# For a method whose tokens attend to its patches.
+CONVIT = (
+    *("model.backbone=convit", "model.patch=3", "model.width=8", "model.depth=1", "model.attention_heads=4"),
+    *("model.mlp_ratio=2", "model.head=per-task"),
+)
 
 
 def load_tiny_params(*overrides: str, settings: str = SETTINGS) -> Params:

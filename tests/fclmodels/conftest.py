@@ -166,7 +166,8 @@ def new_experiment(params_of: MakeParams, splits_of: MakeSplits) -> Callable[...
         splits: Splits | None = None,
         listener: Listener | None = None,
     ) -> Experiment:
-        overrides = (*(VIT if find_needed_settings(find("method", method)) else ()), *overrides)
+        needed = find_needed_settings(find("method", method))
+        overrides = (*(VIT if needed == tiny_splits.VIT else needed), *overrides)
         return Experiment(params_of(*overrides), method, seed, splits or splits_of(), home, listener)
 
     return make

@@ -9,7 +9,7 @@ that had the class, each of which keeps its first samples (ours; herding puts th
 stored samples take over the style of new ones once it is full (eq. 6), while their content and task stay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -126,8 +126,13 @@ def split_evenly(budget: int, needs: Sequence[int]) -> list[int]:
     return shares
 
 
-@torch.no_grad()
 def embed(client: Client, network: Network, raw: Batch) -> Tensor:
     """Return the backbone's features [n, F] of samples that are prepared, not augmented."""
+    return extract_in_parts(client, network.backbone, raw)
+
+
+@torch.no_grad()
+def extract_in_parts(client: Client, extract: Callable[[Tensor], Tensor], raw: Batch) -> Tensor:
+    """Return any features [n, F] of such samples, on the CPU."""
     ready = client.run.batches.prepare_inputs(raw).inputs
-    return torch.cat([network.backbone(part) for part in ready.split(EMBED)]).cpu()
+    return torch.cat([extract(part) for part in ready.split(EMBED)]).cpu()

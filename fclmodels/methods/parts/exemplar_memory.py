@@ -6,7 +6,7 @@ et al. 2017, Algorithm 4): features of length 1, each sample the one that brings
 class's. They never leave the client.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
-from fclmodels.methods.parts.coreset_memory import embed
+from fclmodels.methods.parts.coreset_memory import extract_in_parts
 from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.coreset import select_by_herding
 from fclmodels.settings.base import Settings as BaseSettings
@@ -43,8 +43,10 @@ class ExemplarMemory:
     def __init__(self, settings: ExemplarSettings) -> None:
         self.settings = settings
 
-    def add_task(self, client: Client, network: Network) -> Memory:
+    def add_task(self, client: Client, network: Network, extract: Callable[[Tensor], Tensor] | None = None) -> Memory:
         """Return the client's memory with exemplars of its task, chosen by the features of this network.
+
+        extract: other features [B, F] of inputs, in place of the backbone's.
 
         The memory of a client that has no rows of the task stays as it is.
         """
@@ -58,7 +60,11 @@ class ExemplarMemory:
         for share, (task, label) in zip(shares, classes, strict=False):
             assert old is not None
             parts.append(old.take(find_class(old, task, label)[:share]))
-        features = embed(client, network, arriving) if self.settings.selection == "herding" else None
+        features = (
+            extract_in_parts(client, extract or network.backbone, arriving)
+            if self.settings.selection == "herding"
+            else None
+        )
         random = client.generator("exemplars")
         for share, label in zip(shares[len(classes) :], labels, strict=True):
             places = find_class(arriving, client.task, label)
@@ -119,3 +125,13 @@ def _join_epoch(client: Client, stored: Batch, random: torch.Generator) -> Itera
         rows = batches.read_raw(client.rows.take(places[places < count].numpy()))
         raw = Batch.concatenate([rows, stored.take(places[places >= count] - count)])
         yield batches.augment_raw(raw, augmenting)
+
+
+def iterate_stored_epochs(client: Client, samples: Batch, epochs: int) -> Iterator[Iterator[Batch]]:
+    """Yield epochs over stored raw samples alone, each in an order of its own."""
+    random, batches = client.generator("tuning"), client.run.batches
+    augmenting = batches.make_device_generator(random)
+    for _ in range(epochs):
+        order = torch.randperm(len(samples.labels), generator=random)
+        size = client.run.params.federation.batch_size
+        yield (batches.augment_raw(samples.take(places), augmenting) for places in order.split(size))
