@@ -28,7 +28,6 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
@@ -153,6 +152,7 @@ class Pec(FedAvg):
         training.networks = {
             "students": (students, Auxiliary("students", {}, nn.Module, "client", self.optimizer(client)))
         }
+        training.parameters = {}  # students train beside the model
         loss = training.run()
         counts = [float((client.rows.labels == label).sum()) for label in labels]
         by_samples = self.run.params.federation.weighting == "samples"
@@ -166,10 +166,6 @@ class Pec(FedAvg):
             "shares": {"weight": torch.tensor(list(weights.values()), dtype=torch.float64)},
         }
         return Answer(parts, client.memory, loss, len(client.rows))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return nothing: students train beside the model."""
-        return {}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return L; of the model itself, at which monitors look, the cross entropy that nobody descends."""
