@@ -5,9 +5,9 @@ the batch's samples of earlier tasks, or of the present one (gradient_compensati
 
     L = (L_GC + L_RD) / 2     L_GC = mean of w_i BCE(z_i, one-hot)     L_RD = mean of BCE(z_i, y_i)
 
-and L_GC alone in the first task (eq. 4 to 7). y_i is one-hot with s(z*) in the old columns, z* the logits of the
-teacher, which the proxy server chooses (proxy_server.py); the paper has a KL there, the release a binary cross entropy.
-Answers are the largest logit.
+and L_GC alone, with w_i = 1, in the first task (eq. 4 to 7). y_i is one-hot with s(z*) in the old columns, z* the
+logits of the teacher, which the proxy server chooses (proxy_server.py); the paper has a KL there, the release a binary
+cross entropy. Answers are the largest logit.
 
 The task's boundaries are given; under `signal: entropy` a client notices one where its mean entropy on the model that
 it is sent rises by more than 1.2. A client that does not notice sends no gradient and loses the last task's exemplars,
@@ -146,8 +146,8 @@ class Glfc(Rehearsed):
         return self.join(right, logits, distil_targets(labels, columns, teacher.old, answers), weights)
 
     def weigh(self, gaps: Tensor, tasks: Tensor, task: int) -> Tensor:
-        """Return w [B] of samples of these tasks."""
-        return compensate(gaps, tasks < task)
+        """Return w [B] of samples of these tasks; in the first task 1, for nothing is to be compensated."""
+        return compensate(gaps, tasks < task) if task else torch.ones_like(gaps)
 
     def join(self, right: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the loss from L_GC and the targets of L_RD."""

@@ -3,7 +3,8 @@
 Exemplars and the normaliser w, on heads of the tasks' own; no distillation, no proxy server. The memory is ER's (FOT,
 F.2). Each local step descends the mean of w_i CE_i over a batch and as many stored samples, CE_i the cross entropy in
 i's task. g_i = 1 - p(y_i) is the length of its gradient in its own logit, and w_i = g_i over the mean of g among the
-samples of earlier tasks, or of the present one; FOT does not say what g is where heads are many (ours).
+samples of earlier tasks, or of the present one; FOT does not say what g is where heads are many (ours). The first task
+is FedAvg's.
 """
 
 import torch
@@ -25,6 +26,8 @@ class GlfcFot(Replaying):
     paper = "Federated Class-Incremental Learning, as adapted in Federated Orthogonal Training"
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        if training.client.task == 0:
+            return super().loss(training, batch)
         if replay := training.part(Replay):
             batch = Batch.concatenate([batch, replay.draw()])
         losses = self.list_losses(training.network, training.features(batch), batch)

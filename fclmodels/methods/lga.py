@@ -6,7 +6,7 @@ over its mean in the batch's samples of i's own task, within [0.5, 5]; both loss
     L = mean of w_i BCE(z_i, one-hot) + mean of w_i BCE(z_i, one-hot with old columns s(z*))
 
 In the release the marks of classes add up over the tasks, so that older samples count several times: here each counts
-in its own task (ours). In the first task g stays as it is.
+in its own task (ours). In the first task all weigh 1.
 
 The proxy server measures models on noisy copies of its images' features, f + r e with e from N(0, I), after the first
 rounds of a task. r^2 is the mean over the first task's classes of tr(Sigma) / F, their features' covariance. For that
@@ -79,8 +79,8 @@ class Lga(Glfc):
     # On a client.
 
     def weigh(self, gaps: Tensor, tasks: Tensor, task: int) -> Tensor:
-        """Return w [B] within [0.5, 5], each task's samples by themselves."""
-        return compensate(gaps ** (task / (task + 1)) if task else gaps, tasks).clamp(LEAST, MOST)
+        """Return w [B] within [0.5, 5], each task's samples by themselves; in the first task 1."""
+        return compensate(gaps ** (task / (task + 1)), tasks).clamp(LEAST, MOST) if task else torch.ones_like(gaps)
 
     def join(self, right: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         return right + weigh_cross_entropy(logits, targets, weights)

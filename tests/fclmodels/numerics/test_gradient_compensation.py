@@ -1,4 +1,7 @@
-"""Gradient compensation against the worked numbers of GLFC's and LGA's equations."""
+"""Gradient compensation against worked numbers of GLFC's and LGA's equations, which their releases' functions give too.
+
+conditionWang/FCIL at 11e161a and JiahuaDong/LGA: efficient_old_class_weight and _compute_loss, run on these inputs.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,8 @@
-"""PODNet's and AFC's distances and the NCA loss: the worked numbers, and NumPy."""
+"""PODNet's and AFC's distances and the NCA loss: the worked numbers, and NumPy.
+
+The releases' own functions give them too: pod and nca of arthurdouillard/incremental_learning.pytorch at c09fc54, pod
+of kminsoo/AFC at 94cecc9, run on these inputs.
+"""
 
 import numpy as np
 import pytest
