@@ -1,15 +1,15 @@
-"""Sums of x x^T over the inputs x of some linear layers, at all tokens of a client's samples, or of their squares.
+"""Sums of x x^T over the inputs x of some layers, at all tokens or patches of a client's samples, or of their squares.
 
 [d, d] numbers in double precision for a layer of width d, or d for the diagonal alone. Padding of texts counts as
 tokens do.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.inputs.layer_capture import watch_layers
+from fclmodels.backbones.inputs.layer_capture import Layer, watch_layers
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Part, make_outline
@@ -25,18 +25,23 @@ def outline_grams(widths: dict[str, int], diagonal: bool = False) -> Part:
 
 @torch.no_grad()
 def sum_inputs(
-    network: Network, batches: Iterable[Batch], widths: dict[str, int], prefix: str, diagonal: Collection[str] = ()
+    network: Network,
+    batches: Iterable[Batch],
+    widths: Mapping[str, int],
+    prefix: str = "",
+    diagonal: Collection[str] = (),
+    convolutions: Mapping[str, Layer] = {},
 ) -> Grams:
     """Return the sums of layers that are called prefix + name in the network, in evaluation mode.
 
-    diagonal: the layers of which only squares are summed.
+    diagonal: the layers of which only squares are summed; convolutions: those whose inputs are unfolded.
     """
     grams = {name: torch.zeros((d,) if name in diagonal else (d, d), dtype=torch.float64) for name, d in widths.items()}
 
     def add(name: str, module: nn.Module, x: Tensor) -> None:
         layer = name.removeprefix(prefix)
         if layer in grams:
-            X = x.flatten(0, -2).double()
+            X = (convolutions[layer].unfold(x).T if layer in convolutions else x.flatten(0, -2)).double()
             new = X.square().sum(0) if layer in diagonal else X.T @ X
             grams[layer] += new.cpu()
 
