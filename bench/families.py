@@ -7,7 +7,7 @@ Three real streams of ten classes at 8 pixels: the embedded digits, and drawn sh
 tasks of two classes over ten clients. All methods have the vit that `fcl pretrain` makes of drawn letters. The learning
 rate of each is the better of two by ACC on val rows with seed 100, at three rounds a task; then each runs with three
 and ten rounds a task and other seeds (one round where more change nothing). A table has ACC, bytes both ways and
-processor seconds of a run, evaluation left out; two more have the best within a budget. What --out has is not run again.
+processor seconds, evaluation left out; two more have the best within a budget. What --out has is not run again.
 """
 
 import argparse
