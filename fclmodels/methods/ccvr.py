@@ -37,11 +37,13 @@ from fclmodels.federation.method import Obstacle
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.federation.training.server_training import NetworkTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE, FrozenBackbone
 from fclmodels.numerics.fitted_heads import ClassGaussians, draw_features, fit_gaussians, sum_classes
 from fclmodels.numerics.prototypes import moments
+from fclmodels.settings.schema import OptimizerSettings
 
 Statistics = dict[str, Tensor]
 
@@ -93,7 +95,8 @@ class Ccvr(FedAvg):
         server = replace(server, knowledge={**server.knowledge, "classes": classes})
         drawn, heads = self.draw(server), self.networks.load(server.spec, server.weights).heads.requires_grad_()
         steps = self.settings.passes * math.ceil(len(drawn.labels) / self.settings.draw_batch)
-        optimiser = torch.optim.SGD(heads.parameters(), lr=self.settings.lr, momentum=self.settings.momentum)
+        chosen = OptimizerSettings(lr=self.settings.lr, momentum=self.settings.momentum)
+        optimiser = make_optimiser(chosen, list(heads.parameters()), 0)
 
         def loss(number: int) -> Tensor:
             optimiser.param_groups[0]["lr"] = self.settings.lr * (1 + math.cos(math.pi * number / steps)) / 2

@@ -6,7 +6,11 @@ loss of orthogonality, whose weight is 0 in its release: components start orthog
 length 8 in the layers 0 to 4, are its release's.
 """
 
+from torch import Tensor
+
 from fclmodels.backbones.adapters.coda_prompts import CodaVit
+from fclmodels.data.batches import Batch
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.task_adapters import AdapterTraining
 
 
@@ -19,3 +23,8 @@ class CodaPrompt(AdapterTraining):
 
     class Settings(CodaVit.Settings):
         pass
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network, task = training.network, training.client.task
+        features = self.network.compute_features(network, batch, task).features
+        return self.cross_entropy(network, features, batch.labels, task)

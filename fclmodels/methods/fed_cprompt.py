@@ -21,13 +21,14 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fclmodels.backbones.adapters.adapted import PROMPTS
+from fclmodels.backbones.adapters.coda_prompts import CodaVit
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.network_cache import NetworkCache
-from fclmodels.methods.coda_prompt import CodaPrompt
+from fclmodels.methods.parts.task_adapters import AdapterTraining
 
 NEAR, FAR, LEAST = 1000.0, 10.0, 1.0  # of the release
 
@@ -48,13 +49,15 @@ class Models:
     last: Network | None
 
 
-class FedCPrompt(CodaPrompt):
+class FedCPrompt(AdapterTraining):
     """Federated CODA-Prompt whose prompts stay near the global ones and away from those of earlier tasks."""
 
     name = "fed-cprompt"
     paper = "Fed-CPrompt: Contrastive Prompt for Rehearsal-Free Federated Continual Learning"
 
-    class Settings(CodaPrompt.Settings):
+    attaches = CodaVit
+
+    class Settings(CodaVit.Settings):
         lam: NonNegativeFloat = Field(1.0, le=1e6, alias="lambda", description="weight of the contrastive loss (ours)")
         gamma: NonNegativeFloat = Field(1.0, le=1e6, description="weight of the nearest earlier task's distance (ours)")
         margin: NonNegativeFloat = Field(0.5, le=1e6, description="margin of the contrastive loss (ours)")

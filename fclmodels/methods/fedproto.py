@@ -156,10 +156,6 @@ class FedProto(FedAvg):
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Prototypes(**payload["prototypes"].tensors))
 
-    @property
-    def loss_is_of_features(self) -> bool:
-        return True
-
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         features, prototypes = training.features(batch), training.part(Prototypes)
         loss = self.cross_entropy(training.network, features, batch.labels, training.client.task)

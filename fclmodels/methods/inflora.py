@@ -29,8 +29,7 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE, get_backbone
 from fclmodels.methods.parts.input_grams import Grams, outline_grams, sum_inputs
-from fclmodels.methods.parts.low_rank_training import LowRankTraining
-from fclmodels.methods.parts.task_adapters import TaskAdapter
+from fclmodels.methods.parts.task_adapters import AdapterTraining, TaskAdapter
 from fclmodels.numerics.dual_memory import DualMemory, design_factor, extend_memory
 
 
@@ -40,14 +39,15 @@ class OnlyB(TaskAdapter):
     moving = ("B",)
 
 
-class InfLora(LowRankTraining):
+class InfLora(AdapterTraining):
     """Trains low-rank changes that earlier tasks' inputs do not reach, and the head."""
 
     name = "inflora"
     paper = "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning"
+    attaches = LowRank
     part = OnlyB
 
-    class Settings(LowRankTraining.Settings):
+    class Settings(LowRank.Settings):
         rank: PositiveInt = Field(10, le=1024, description="r, the rank of what a task adds to a map")
         targets: tuple[Target, ...] = Field(
             ("key", "value"), min_length=1, description="the maps that change: of attention and of the perceptron"

@@ -42,20 +42,22 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE, get_backbone
 from fclmodels.methods.parts.input_grams import Grams, sum_inputs
-from fclmodels.methods.parts.low_rank_training import LowRankTraining
+from fclmodels.methods.parts.task_adapters import AdapterTraining
 from fclmodels.methods.parts.trained_network import Weights
 from fclmodels.numerics.regression_mean import damp, multiply, sandwich, solve
 
 HEAD = "heads."
 
 
-class Lorm(LowRankTraining):
+class Lorm(AdapterTraining):
     """Trains factors in turns and merges them by least squares on the clients' inputs, over tasks too."""
 
     name = "lorm"
     paper = "Closed-form Merging of Parameter-Efficient Modules for Federated Continual Learning"
 
-    class Settings(LowRankTraining.Settings):
+    attaches = LowRank
+
+    class Settings(LowRank.Settings):
         rank: PositiveInt = Field(
             16, le=1024, description="r, the rank of what a task adds to a map (release: 1 to 32)"
         )
@@ -139,9 +141,6 @@ class Lorm(LowRankTraining):
     def predictor(self, server: Server) -> Predictor:
         return super().predictor(replace(server, weights=self.find_answering_weights(server)))
 
-    def serve(self, server: Server) -> Server:
-        return super().serve(replace(server, weights=self.find_answering_weights(server)))
-
     # What travels.
 
     def update_form(self, task: int, round: int) -> Form:
@@ -169,13 +168,11 @@ class Lorm(LowRankTraining):
 
     # On a client.
 
-    def client_weights(self, client: Client, payload: Payload) -> Weights:
-        """Return the weights that a task trains from: those of earlier tasks change nothing."""
-        weights = super().client_weights(client, payload)
-        earlier = [name for task in range(client.task) for name in self.list_factors(task, "B")]
-        return {**weights, **{name: torch.zeros_like(weights[name]) for name in earlier}}
-
+    @torch.no_grad()
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        """Set the changes of earlier tasks to zero, which a task trains without, and train one factor."""
+        for name in (name for task in range(training.client.task) for name in self.list_factors(task, "B")):
+            training.network.get_parameter(name).zero_()
         fixed = self.list_factors(training.client.task, "A" if choose_factor(training.client.round) == "B" else "B")
         training.parameters = {name: p for name, p in training.parameters.items() if name not in fixed}
 
@@ -185,7 +182,7 @@ class Lorm(LowRankTraining):
         factor = choose_factor(client.round)
         names = self.list_factors(client.task, factor) | self.list_head(client.task)
         own = {name: tensor.detach() for name, tensor in training.network.state_dict().items()}
-        grams = self.sum_grams(client, super().client_weights(client, payload) | {n: own[n] for n in names}, names)
+        grams = self.sum_grams(client, self.client_weights(client, payload) | {n: own[n] for n in names}, names)
         solved: dict[str, Tensor] = {}
         for name, layer in names.items():
             change = (own[name] - start[name]).cpu()
@@ -195,7 +192,7 @@ class Lorm(LowRankTraining):
 
     def answer(self, client: Client, payload: Payload) -> Answer:
         """Return the sums over a client's inputs on the model that the task ends with."""
-        weights, factors = super().client_weights(client, payload), self.list_factors(client.task, "A")
+        weights, factors = self.client_weights(client, payload), self.list_factors(client.task, "A")
         return Answer({"grams": self.sum_grams(client, weights, factors)}, client.memory)
 
     def sum_grams(self, client: Client, weights: Weights, names: Mapping[str, str]) -> Grams:

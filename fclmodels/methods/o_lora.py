@@ -15,18 +15,21 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fclmodels.backbones.adapters.adapted import PROMPTS
+from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.low_rank_training import LowRankTraining
+from fclmodels.methods.parts.task_adapters import AdapterTraining
 
 
-class OLora(LowRankTraining):
+class OLora(AdapterTraining):
     """Trains a pair of low-rank factors a task, orthogonal to those of earlier tasks, and the head."""
 
     name = "o-lora"
     paper = "Orthogonal Subspace Learning for Language Model Continual Learning"
 
-    class Settings(LowRankTraining.Settings):
+    attaches = LowRank
+
+    class Settings(LowRank.Settings):
         scale: PositiveFloat = Field(4.0, le=1000, description="factor on B A: alpha / r, 32 / 8")
         orthogonal: NonNegativeFloat = Field(0.5, le=1e6, description="lambda_1, weight of |A_i A_t^T| (release: 0.5)")
         length: NonNegativeFloat = Field(0.0, le=1e6, description="lambda_2, weight of ||A_t|| + ||B_t|| (release: 0)")

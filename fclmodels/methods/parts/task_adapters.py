@@ -3,21 +3,24 @@
 Tensors of other tasks (`backbone.prompts.<task>.*`) stay as they are and take part; clients download them once a task.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fclmodels.backbones.adapters.adapted import PROMPTS, Adapted
+from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.backbones.model.network import Network
-from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
+from fclmodels.methods.parts.frozen_backbone import FrozenBackbone, get_backbone
+from fclmodels.methods.parts.trained_network import Weights
 from fclmodels.settings.base import Settings as BaseSettings
+
+BACKBONE = "backbone."
 
 
 class TaskAdapter(FrozenBackbone):
@@ -33,6 +36,16 @@ class TaskAdapter(FrozenBackbone):
         """Return whether a tensor stays the same while a task is trained."""
         is_own = name.startswith(f"{PROMPTS}.{task}.") and name.endswith(self.moving)
         return name.startswith(f"{PROMPTS}.") and not is_own
+
+    def merge(self, server: Server, network: Network) -> Server:
+        """Return the server with every tensor of the model, factors of its maps merged into the backbone's weights."""
+        adapted = get_backbone(network)
+        if not isinstance(adapted, LowRank):
+            return replace(server, weights=self.all_weights(server.weights))
+        merged = {name: tensor.detach() for name, tensor in adapted.merge().items()}
+        heads = {name: tensor for name, tensor in server.weights.items() if not name.startswith(BACKBONE)}
+        plain = {BACKBONE + name: merged.get(name, w).cpu() for name, w in self.frozen.state_dict().items()}
+        return replace(server, spec=replace(server.spec, adapter=None), weights={**plain, **heads})
 
 
 class AdapterTraining(FedAvg):
@@ -63,7 +76,11 @@ class AdapterTraining(FedAvg):
         fixed = payload["fixed"].tensors if "fixed" in payload else {}
         return {**fixed, **super().client_weights(client, payload)}
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        task, network = training.client.task, training.network
-        features = self.network.compute_features(network, batch, task).features
-        return self.cross_entropy(network, features, batch.labels, task)
+    def serve(self, server: Server) -> Server:
+        """Return the model that answers; low-rank factors are merged, so that it is the plain backbone with a head."""
+        server = replace(server, weights=self.find_answering_weights(server))
+        return self.network.merge(server, self.networks.load(server.spec, server.weights))
+
+    def find_answering_weights(self, server: Server) -> Weights:
+        """Return the weights of the model that answers."""
+        return server.weights

@@ -117,8 +117,8 @@ def test_diagonals_travel_as_vectors(method_of: Callable) -> None:
 def test_a_task_trains_without_earlier_ones(method: Any, federate: Callable, client_of: Callable) -> None:
     server = method.start_task(federate(method, 1), 1)
     client = client_of(method, 0, task=1)
-    start = method.client_weights(client, method.payload(server))
-    assert not any(start[name].any() for name in method.list_factors(0, "B"))
+    network = method.prepare_training(client, method.payload(server)).network
+    assert not any(network.get_parameter(name).any() for name in method.list_factors(0, "B"))
     assert all(server.weights[name].any() for name in method.list_factors(0, "B"))
 
 
