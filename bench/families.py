@@ -129,20 +129,20 @@ class Stopwatch:
         pass
 
 
-def measure(stream: str, raw: Path, out: Path, seeds: int, labels: list[str]) -> Iterator[Row]:
+def measure(stream: str, options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each method and number of rounds of a stream."""
-    folder = out / stream
-    splits = make_splits(stream, raw, folder)
+    folder = options.out / stream
+    splits = make_splits(stream, options.raw, folder)
     (folder / "runs").mkdir(parents=True, exist_ok=True)
-    for label in labels:
+    for label in options.rows.split(";"):
         rate, rounds = RATES[0], (1,)
         if FAMILIES[label][1] not in ONCE:
             on_val = OnVal.open(splits)
             tuned = {lr: mean_of([run(label, on_val, folder, lr, 3, s) for s in TUNE_SEEDS])["acc"] for lr in RATES}
-            rate, rounds = max(tuned, key=tuned.__getitem__), ROUNDS
+            rate, rounds = max(tuned, key=tuned.__getitem__), options.rounds
         for count in rounds:
-            runs = [run(label, Splits.open(splits), folder, rate, count, seed) for seed in range(seeds)]
-            spread = float(np.std([one["acc"] for one in runs], ddof=1)) if seeds > 1 else 0.0
+            runs = [run(label, Splits.open(splits), folder, rate, count, seed) for seed in range(options.seeds)]
+            spread = float(np.std([one["acc"] for one in runs], ddof=1)) if options.seeds > 1 else 0.0
             row = Row(stream, label, rate, count, spread, **mean_of(runs))
             print(row, flush=True)
             yield row
@@ -184,14 +184,11 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, default=Path("data/raw"))
     parser.add_argument("--streams", default=",".join(STREAMS))
     parser.add_argument("--rows", default=";".join(FAMILIES))
+    parser.add_argument("--rounds", type=int, nargs="+", default=ROUNDS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("tries/families"))
     options = parser.parse_args()
-    rows = [
-        row
-        for stream in options.streams.split(",")
-        for row in measure(stream, options.raw, options.out, options.seeds, options.rows.split(";"))
-    ]
+    rows = [row for stream in options.streams.split(",") for row in measure(stream, options)]
     print("\n".join(write_tables(rows)))
 
 

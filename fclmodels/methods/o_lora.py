@@ -19,6 +19,7 @@ from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.task_adapters import AdapterTraining
+from fclmodels.numerics.low_rank_overlap import measure_overlap
 
 
 class OLora(AdapterTraining):
@@ -49,8 +50,3 @@ class OLora(AdapterTraining):
             if self.settings.length:
                 loss = loss + self.settings.length * (A.norm() + factors[f"{name[:-1]}B"].norm())
         return loss
-
-
-def measure_overlap(earlier: Tensor, A: Tensor) -> Tensor:
-    """Return sum |A_i A_t^T| over all pairs of rows of A_i [t r, in] and A_t [r, in]."""
-    return (earlier.detach() @ A.T).abs().sum()

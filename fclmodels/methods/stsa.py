@@ -89,11 +89,13 @@ class Stsa(FedAvg):
     def obstacle_to_sums(self) -> Obstacle | None:
         if self.settings.statistics == "exact":
             return None
-        return Obstacle("estimates products from single groups", "Set statistics: exact")
+        return Obstacle("methods.stsa.statistics: estimated reads single groups", "Set statistics: exact")
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
-        return self.obstacle_to_sums
+        if self.settings.statistics == "exact":
+            return None
+        return Obstacle("estimates products from single groups", "Set statistics: exact")
 
     @property
     def obstacle_to_robust_rules(self) -> Obstacle | None:

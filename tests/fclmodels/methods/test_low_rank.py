@@ -16,7 +16,8 @@ from fclmodels.experiment.exported_model import ExportedModel
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.lora import Lora
-from fclmodels.methods.o_lora import OLora, measure_overlap
+from fclmodels.methods.o_lora import OLora
+from fclmodels.numerics.low_rank_overlap import measure_overlap
 from fclmodels.storage import trees
 from fclmodels.testing.tiny_splits import VIT
 
@@ -124,7 +125,7 @@ def test_a_task_trains_its_own_pair_and_downloads_the_others_once(
     assert (ledger["bytes"] > 0).sum() == 1
 
 
-@pytest.mark.parametrize("method", ["o-lora", "inflora", "lorm"])
+@pytest.mark.parametrize("method", ["o-lora", "inflora", "lorm", "pilora"])
 def test_a_served_model_has_them_merged(method: str, experiment_of: Callable, tmp_path: Path) -> None:
     """It is the plain backbone, with the predictions of the model that was learned."""
     experiment = experiment_of(*VIT, f"methods.{method}.targets=[query, perceptron-in]", method=method)
