@@ -155,6 +155,7 @@ def test_the_bound_for_noise_holds_and_is_reached(
     assert length <= part.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
