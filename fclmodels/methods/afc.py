@@ -12,20 +12,36 @@ knowledge: PODNet's; `importance` {block: I [C]} of the last task's model.
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
+from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
 from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.prediction import Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.coreset_memory import EMBED
-from fclmodels.methods.parts.proxy_classifier import FEATURES, PROXIES, Outputs, ProxyRehearsed
+from fclmodels.methods.parts.proxy_classifier import (
+    FEATURES,
+    PROXIES,
+    ClassifierSettings,
+    Outputs,
+    ProxyClassifier,
+    clamp_gradients,
+    declare_proxies,
+    omit_heads,
+)
+from fclmodels.methods.parts.rehearsal import Rehearsed
 from fclmodels.numerics.pooled_distillation import measure_channel_distance, sum_importance, to_maps
 
 IMPORTANCE = "importance"
@@ -35,13 +51,14 @@ class Importance(dict[str, Tensor]):
     """I [C] of each block, in one training."""
 
 
-class Afc(ProxyRehearsed):
+class Afc(Rehearsed):
     """Clients hold on to channels as far as the loss of earlier tasks depends on them."""
 
     name = "afc"
     paper = "Class-Incremental Learning by Knowledge Distillation with Adaptive Feature Consolidation"
+    answers_by_means: ClassVar[bool] = True
 
-    class Settings(ProxyRehearsed.Settings):
+    class Settings(ClassifierSettings, Rehearsed.Settings):
         lam: NonNegativeFloat = Field(
             4.0, le=1e6, alias="lambda", description="weight of the distance; the paper's for ImageNet-100: 10"
         )
@@ -50,49 +67,81 @@ class Afc(ProxyRehearsed):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
+        self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
+        self.introduce = self.declare(Exchange("introduce", self.payload, self.sum_moments, self.moments_form))
+        self.tune = self.declare(
+            Exchange("tune", self.payload, self.classifier.tune_proxies, self.classifier.tune_form)
+        )
         self.weigh = self.declare(Exchange("weigh", self.payload, self.sum_gradients, self.importance_form))
 
-    def payload(self, server: Server) -> Payload:
-        importance = server.knowledge.get(IMPORTANCE)
-        further = {} if importance is None else {IMPORTANCE: Part("statistics", importance, once=True)}
-        return {**super().payload(server), **further}
+    def auxiliary_networks(self) -> list[Auxiliary]:
+        return [declare_proxies(self.run, self.settings.proxies)]
 
-    def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        ended = super().finish_task(server, cohort)
+    # On the server.
+
+    def enter_task(self, server: Server, last: Server) -> Server:
+        return self.classifier.grow(server, last)
+
+    def begin_task(self, server: Server, cohort: Cohort) -> Server:
+        return self.classifier.draw(server, cohort.ask(self.introduce, server).sum("moments"))
+
+    def leave_task(self, server: Server, cohort: Cohort) -> Server:
+        ended = self.classifier.tune(server, cohort, self.tune)
         sums = cohort.ask(self.weigh, ended).sum(IMPORTANCE)
         importance = {name: (total / total.mean()).nan_to_num(1.0).float() for name, total in sums.items()}
         return replace(ended, knowledge={**ended.knowledge, IMPORTANCE: importance})
 
+    def predictor(self, server: Server) -> Predictor:
+        if self.fitted_head(server) is not None:
+            return super().predictor(server)
+        return self.classifier.predictor(server, self.networks.load(server.spec, server.weights).eval())
+
+    def add_payload(self, server: Server) -> Payload:
+        importance = server.knowledge.get(IMPORTANCE)
+        return {} if importance is None else {IMPORTANCE: Part("statistics", importance, once=True)}
+
     # On a client.
+
+    def select_parameters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return omit_heads(parameters)
+
+    def scale_features(self, features: Tensor) -> Tensor:
+        return normalize(features)
+
+    def gradient(self, training: LocalTraining) -> None:
+        clamp_gradients(training)
 
     def importance_form(self, task: int, round: int) -> Form:
         network = self.networks.of(self.run.spec(task + 1)).eval()
         row = self.rows(task, self.participants(task)[0]).take(torch.zeros(1, dtype=torch.int64).numpy())
         with torch.no_grad():
-            outputs = self.run_blocks(network, next(self.run.batches.iterate_ordered(row, 1)))
+            outputs = self.classifier.run_blocks(network, next(self.run.batches.iterate_ordered(row, 1)))
         shapes = {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
         return {IMPORTANCE: make_outline("statistics", shapes, torch.float64)}
 
     def sum_gradients(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of squared gradients of each block's channels over a client's samples of the task."""
         network = self.load_final(client, payload).requires_grad_(True)
-        proxies = self.load_proxies(payload[PROXIES].tensors)
+        proxies = self.classifier.load_proxies(payload[PROXIES].tensors)
         totals: dict[str, Tensor] = {}
         for batch in self.run.batches.iterate_ordered(client.rows, EMBED):
-            outputs = self.run_blocks(network, batch)
-            loss = self.classify(network, proxies, outputs.pop(FEATURES), batch) * len(batch.labels)
+            outputs = self.classifier.run_blocks(network, batch)
+            loss = self.classifier.classify(network, proxies, outputs.pop(FEATURES), batch) * len(batch.labels)
             gradients = torch.autograd.grad(loss, list(outputs.values()))
             for name, gradient in zip(outputs, gradients, strict=True):
                 totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + sum_importance(gradient).cpu()
         return Answer({IMPORTANCE: totals}, client.memory)
 
-    def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        super().start_training(training, payload)
+    def equip(self, training: LocalTraining, payload: Payload) -> None:
         if IMPORTANCE in payload:
             training.add(Importance(payload[IMPORTANCE].tensors))
 
-    def compare(self, training: LocalTraining, outputs: Outputs, targets: Outputs) -> Tensor:
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         importance = training.part(Importance) or Importance()
+        return self.classifier.compute_loss(training, batch, partial(self.compare, importance))
+
+    def compare(self, importance: Importance, outputs: Outputs, targets: Outputs) -> Tensor:
+        """Return lambda times the mean over blocks of their channels' weighted distances."""
         distances = [
             measure_channel_distance(outputs[name], targets[name], importance.get(name))
             for name in outputs

@@ -70,21 +70,21 @@ class Bic(Rehearsed):
 
     # On the server.
 
-    def start_task(self, server: Server, task: int) -> Server:
-        started, correction = super().start_task(server, task), server.knowledge.get("correction")
+    def enter_task(self, server: Server, last: Server) -> Server:
+        correction = last.knowledge.get("correction")
         if correction is None:
-            return started
-        return replace(started, knowledge={"anchor": correct_heads(server.weights, server.spec, correction)})
+            return server
+        return replace(server, knowledge={"anchor": correct_heads(last.weights, last.spec, correction)})
 
-    def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        if server.task > 0:
-            replies = cohort.ask(self.fit, server)
-            total, moved = replies.sum("weight")["weight"], replies.sum("correction")
-            correction = {name: start + moved[name] / total for name, start in make_neutral().items()}
-            server = replace(server, knowledge={**server.knowledge, "correction": correction})
-        return super().finish_task(server, cohort)
+    def end_rounds(self, server: Server, cohort: Cohort) -> Server:
+        if server.task == 0:
+            return server
+        replies = cohort.ask(self.fit, server)
+        total, moved = replies.sum("weight")["weight"], replies.sum("correction")
+        correction = {name: start + moved[name] / total for name, start in make_neutral().items()}
+        return replace(server, knowledge={**server.knowledge, "correction": correction})
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the heads with the last task's correction; None where there is none."""
         if "correction" not in server.knowledge:
             return None
@@ -95,7 +95,7 @@ class Bic(Rehearsed):
 
     # On a client.
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         rows, stored, _ = self.hold_out(training.client)
         return iterate_joined_epochs(replace(training.client, rows=rows), stored)
 
@@ -126,7 +126,7 @@ class Bic(Rehearsed):
         return lam * distance + (1 - lam) * loss
 
     def fit_payload(self, server: Server) -> Payload:
-        return {**super().payload(server), "neutral": Part("weights", make_neutral())}
+        return {**self.payload(server), "neutral": Part("weights", make_neutral())}
 
     def fit_form(self, task: int, round: int) -> Form:
         return {

@@ -15,6 +15,7 @@ knowledge: iCaRL's; `direction` d [F].
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
@@ -28,10 +29,9 @@ from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.icarl import Icarl
 from fclmodels.methods.parts.coreset_memory import EMBED
 from fclmodels.methods.parts.past_tasks import isolate_pass
-from fclmodels.methods.parts.rehearsal import LastModel, find_columns, join_heads
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns, join_heads
 from fclmodels.numerics.causal_effects import find_neighbours, remove_direction, shared_cross_entropy
 
 MOMENTUM = 0.9
@@ -56,13 +56,14 @@ class Neighbourhood:
         self.features = features
 
 
-class DdeIcarl(Icarl):
+class DdeIcarl(Rehearsed):
     """Clients let neighbours share their answers; the server answers without the direction that training leaves."""
 
     name = "dde-icarl"
     paper = "Distilling Causal Effect of Data in Class-Incremental Learning"
+    answers_by_means: ClassVar[bool] = True
 
-    class Settings(Icarl.Settings):
+    class Settings(Rehearsed.Settings):
         neighbours: PositiveInt = Field(10, le=10_000, description="k, new rows whose answers a sample shares")
         alpha: float = Field(0.5, ge=0, le=1, description="share of the features' direction that answers leave out")
 
@@ -75,16 +76,16 @@ class DdeIcarl(Icarl):
         features = self.networks.of(server.spec).backbone.features
         return replace(server, knowledge={**server.knowledge, DIRECTION: torch.zeros(features)})
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), DIRECTION: Part("statistics", {"d": server.knowledge[DIRECTION]})}
+    def add_payload(self, server: Server) -> Payload:
+        return {DIRECTION: Part("statistics", {"d": server.knowledge[DIRECTION]})}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         moved = replies.sum(DIRECTION)["d"] / replies.sum("weight")["weight"].item()
         direction = server.knowledge[DIRECTION] + moved
         return replace(super().aggregate(server, replies), knowledge={**server.knowledge, DIRECTION: direction})
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
-        head = super().fitted_head(server)
+    def find_head(self, server: Server) -> FittedHead | None:
+        head = super().find_head(server)
         if head is None or self.settings.alpha == 0:
             return head
         return replace(head, weight=remove_direction(head.weight, server.knowledge[DIRECTION], self.settings.alpha))
@@ -96,8 +97,7 @@ class DdeIcarl(Icarl):
         outline = replace(make_outline("statistics", {"d": (features,)}), over="weight", of=DIRECTION)
         return {**super().update_form(task, round), DIRECTION: outline}
 
-    def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        super().start_training(training, payload)
+    def equip(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Direction(payload[DIRECTION].tensors["d"]))
         if teacher := training.part(LastModel):
             inputs = self.run.batches.prepare_inputs(self.run.batches.read_raw(training.client.rows)).inputs

@@ -8,24 +8,26 @@ The release has GeoDL on LUCIR alone. That iCaRL's own distillation goes, is wha
 have a cross entropy, is our choice, and that features are the backbone's (the release: of 2x2 fields).
 """
 
+from typing import ClassVar
+
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.icarl import Icarl
-from fclmodels.methods.parts.rehearsal import LastModel, find_columns, join_heads
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns, join_heads
 from fclmodels.numerics.geodesic import geodesic_loss
 
 
-class GeodlIcarl(Icarl):
+class GeodlIcarl(Rehearsed):
     """Clients keep features along the way from the old model's to their own."""
 
     name = "geodl-icarl"
     paper = "On Learning the Geodesic Path for Incremental Learning"
+    answers_by_means: ClassVar[bool] = True
 
-    class Settings(Icarl.Settings):
+    class Settings(Rehearsed.Settings):
         lam: NonNegativeFloat = Field(
             10.0, le=1e6, alias="lambda", description="weight of the distance; the release's README (its code: 5)"
         )

@@ -22,24 +22,30 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Exchange, Memory
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.methods.glfc import Glfc
-from fclmodels.numerics.gradient_compensation import compensate, weigh_cross_entropy
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.parts.proxy_server import ProxyServer, ProxySettings
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_targets
+from fclmodels.numerics.gradient_compensation import compensate, measure_gaps, weigh_cross_entropy
 from fclmodels.numerics.prototypes import Moments, fit_gaussians
 
 LEAST, MOST = 0.5, 5.0  # of a sample's weight
 
 
-class Lga(Glfc):
+class Lga(Rehearsed):
     """Clients balance the gradients of tasks; a proxy server picks the old model that stands noise best."""
 
     name = "lga"
     paper = "No One Left Behind: Real-World Federated Class-Incremental Learning"
 
-    class Settings(Glfc.Settings):
+    class Settings(Rehearsed.Settings, ProxySettings):
         copies: PositiveInt = Field(5, le=1000, description="noisy copies of each image's features (the release's)")
         first_rounds: NonNegativeInt = Field(
             6, le=100_000, description="rounds of a task whose models are no teacher (the release's)"
@@ -49,19 +55,29 @@ class Lga(Glfc):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
+        self.proxy = ProxyServer(settings, run, self.name, self.prepare_training, self.load_final)
+        self.show = Exchange("show", self.payload, self.proxy.show_prototypes, self.proxy.form)
+        self.describe = Exchange("describe", self.payload, self.sum_moments, self.moments_form)
         if settings.proxy:
-            self.describe = self.declare(Exchange("describe", self.payload, self.sum_moments, self.moments_form))
+            self.declare(self.show)
+            self.declare(self.describe)
 
     # On the server.
 
-    def keep_over_tasks(self, server: Server) -> Memory:
-        return {"radius": server.knowledge["radius"]} if "radius" in server.knowledge else {}
+    def enter_task(self, server: Server, last: Server) -> Server:
+        return self.proxy.choose_teacher(server, last)
 
-    def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        if self.settings.proxy and server.task == 0:
-            radius = measure_radius(cohort.ask(self.describe, server).sum("moments"))
-            server = replace(server, knowledge={**server.knowledge, "radius": radius})
-        return super().finish_task(server, cohort)
+    def begin_task(self, server: Server, cohort: Cohort) -> Server:
+        return self.proxy.rebuild(server, cohort, self.show)
+
+    def aggregate(self, server: Server, replies: Replies) -> Server:
+        return self.proxy.hold_best(super().aggregate(server, replies), self.judge)
+
+    def leave_task(self, server: Server, cohort: Cohort) -> Server:
+        if not self.settings.proxy or server.task > 0:
+            return server
+        radius = measure_radius(cohort.ask(self.describe, server).sum("moments"))
+        return replace(server, knowledge={**server.knowledge, "radius": radius})
 
     def judge(self, server: Server) -> float:
         """Return the share of noisy features that the model's heads answer right; 0 in a task's first rounds."""
@@ -71,19 +87,26 @@ class Lga(Glfc):
         network, images = self.networks.load(server.spec, server.weights).eval(), server.knowledge["proxy"]
         features = self.proxy.embed_images(network, images).repeat(self.settings.copies, 1)
         random = self.run.generator("proxy noise", server.task, rounds)
-        noise = torch.randn(features.shape, generator=random).to(features)
-        return self.proxy.measure(
-            network, features + server.knowledge.get("radius", 0.0) * noise, images, self.settings.copies
-        )
+        noise = server.knowledge.get("radius", 0.0) * torch.randn(features.shape, generator=random)
+        return self.proxy.measure(network, features + noise.to(features), images, self.settings.copies)
 
     # On a client.
 
-    def weigh(self, gaps: Tensor, tasks: Tensor, task: int) -> Tensor:
-        """Return w [B] within [0.5, 5], each task's samples by themselves; in the first task 1."""
-        return compensate(gaps ** (task / (task + 1)), tasks).clamp(LEAST, MOST) if task else torch.ones_like(gaps)
+    def note(self, client: Client, network: Network, memory: Memory) -> Memory:
+        return self.proxy.note_entropy(client, network, memory)
 
-    def join(self, right: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return right + weigh_cross_entropy(logits, targets, weights)
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)
+        weights = balance(measure_gaps(logits, labels), batch.tasks, training.client.task)
+        loss = weigh_cross_entropy(logits, find_targets(None, logits, labels, batch.inputs), weights)
+        if teacher is None:
+            return loss
+        return loss + weigh_cross_entropy(logits, find_targets(teacher, logits, labels, batch.inputs), weights)
+
+
+def balance(gaps: Tensor, tasks: Tensor, task: int) -> Tensor:
+    """Return w [B] within [0.5, 5], each task's samples by themselves; in the first task 1."""
+    return compensate(gaps ** (task / (task + 1)), tasks).clamp(LEAST, MOST) if task else torch.ones_like(gaps)
 
 
 def measure_radius(total: Moments) -> float:

@@ -8,28 +8,90 @@ Answers are the nearest mean of exemplars, the paper's NME, whose lambda_c is 5.
 answers, is not there.
 """
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field, NonNegativeFloat
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
+from fclmodels.data.batches import Batch
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Exchange
+from fclmodels.federation.prediction import Predictor
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.proxy_classifier import FEATURES, Outputs, ProxyRehearsed
+from fclmodels.methods.parts.proxy_classifier import (
+    FEATURES,
+    ClassifierSettings,
+    Outputs,
+    ProxyClassifier,
+    clamp_gradients,
+    declare_proxies,
+    omit_heads,
+)
+from fclmodels.methods.parts.rehearsal import Rehearsed
 from fclmodels.numerics.pooled_distillation import measure_angle, measure_pooled_distance
 
 
-class Podnet(ProxyRehearsed):
+class Podnet(Rehearsed):
     """Clients hold on to pooled outputs of all blocks while they learn proxies of new classes."""
 
     name = "podnet"
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning"
+    answers_by_means: ClassVar[bool] = True
 
-    class Settings(ProxyRehearsed.Settings):
+    class Settings(ClassifierSettings, Rehearsed.Settings):
         spatial: NonNegativeFloat = Field(5.0, le=1e6, description="lambda_c, weight of the blocks' distance")
         flat: NonNegativeFloat = Field(1.0, le=1e6, description="lambda_f, weight of the features' distance")
 
     settings: Settings
 
-    def compare(self, training: LocalTraining, outputs: Outputs, targets: Outputs) -> Tensor:
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
+        self.introduce = self.declare(Exchange("introduce", self.payload, self.sum_moments, self.moments_form))
+        self.tune = self.declare(
+            Exchange("tune", self.payload, self.classifier.tune_proxies, self.classifier.tune_form)
+        )
+
+    def auxiliary_networks(self) -> list[Auxiliary]:
+        return [declare_proxies(self.run, self.settings.proxies)]
+
+    # On the server.
+
+    def enter_task(self, server: Server, last: Server) -> Server:
+        return self.classifier.grow(server, last)
+
+    def begin_task(self, server: Server, cohort: Cohort) -> Server:
+        return self.classifier.draw(server, cohort.ask(self.introduce, server).sum("moments"))
+
+    def leave_task(self, server: Server, cohort: Cohort) -> Server:
+        return self.classifier.tune(server, cohort, self.tune)
+
+    def predictor(self, server: Server) -> Predictor:
+        if self.fitted_head(server) is not None:
+            return super().predictor(server)
+        return self.classifier.predictor(server, self.networks.load(server.spec, server.weights).eval())
+
+    # On a client.
+
+    def select_parameters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return omit_heads(parameters)
+
+    def scale_features(self, features: Tensor) -> Tensor:
+        return normalize(features)
+
+    def gradient(self, training: LocalTraining) -> None:
+        clamp_gradients(training)
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.classifier.compute_loss(training, batch, self.compare)
+
+    def compare(self, outputs: Outputs, targets: Outputs) -> Tensor:
+        """Return lambda_c POD-spatial + lambda_f POD-flat."""
         names = [name for name in outputs if name != FEATURES]
         spatial = torch.stack([measure_pooled_distance(outputs[name], targets[name]) for name in names]).mean()
         angle = measure_angle(outputs[FEATURES], targets[FEATURES])

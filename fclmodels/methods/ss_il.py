@@ -42,12 +42,11 @@ class SsIl(Rehearsed):
 
     settings: Settings
 
-    def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        super().start_training(training, payload)
+    def equip(self, training: LocalTraining, payload: Payload) -> None:
         if (samples := unpack_samples(training.client.memory)) is not None:
             training.add(Replay(training.client, samples))
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         return training.client.epochs()
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:

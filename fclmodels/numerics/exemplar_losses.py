@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from fclmodels.numerics.distillation import distillation_loss
 
@@ -19,11 +19,6 @@ def distil_targets(labels: Tensor, columns: int, old: Tensor, teacher: Tensor | 
     """
     targets = one_hot(labels, columns).float()
     return targets if teacher is None else targets.index_copy(1, old, teacher.sigmoid().float())
-
-
-def binary_distillation_loss(logits: Tensor, labels: Tensor, old: Tensor, teacher: Tensor | None) -> Tensor:
-    """Return the binary cross entropy with `distil_targets`, mean over samples and columns."""
-    return binary_cross_entropy_with_logits(logits.float(), distil_targets(labels, logits.shape[1], old, teacher))
 
 
 def separated_cross_entropy(logits: Tensor, labels: Tensor, new: Tensor) -> Tensor:

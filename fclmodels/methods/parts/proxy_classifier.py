@@ -12,7 +12,7 @@ is our choice: before a task its clients send moments of their classes' features
 server draws the new proxies (the release: k-means, which cannot be averaged, or this); after it they train the
 classifier on their exemplars alone, the network fixed, and the server averages their updates once.
 
-knowledge: iCaRL's. networks: `proxies`, with a place for each class of the stream.
+networks: `proxies`, with a place for each class of the stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from fclmodels.backbones.inputs.block_outputs import capture_block_outputs
 from fclmodels.backbones.model.network import Network, build_skeleton
@@ -34,66 +33,60 @@ from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.prediction import Prediction, Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.auxiliary_networks import Auxiliary
+from fclmodels.federation.training.auxiliary_networks import Auxiliary, AuxiliaryNetworks
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import join_new_rows
-from fclmodels.methods.icarl import Icarl
 from fclmodels.methods.parts.coreset_memory import embed
+from fclmodels.methods.parts.exemplar_memory import ExemplarSettings
 from fclmodels.methods.parts.rehearsal import LastModel, count_columns, find_columns, list_task_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.cosine_proxies import CosineProxies, Nca, draw_proxies, nca_loss
-from fclmodels.numerics.prototypes import fit_gaussians
+from fclmodels.numerics.prototypes import Moments, fit_gaussians
 
 PROXIES = "proxies"
 FEATURES = "features"
 CLAMP = 5.0  # of each gradient (the release's)
 Outputs = dict[str, Tensor]
+Compare = Callable[[Outputs, Outputs], Tensor]
+Load = Callable[[Client, Payload], Network]
 
 
-class ProxyRehearsed(Icarl):
-    """iCaRL whose classifier has proxies, and whose teacher is compared block by block."""
+class ClassifierSettings(ExemplarSettings):
+    exemplars: PositiveInt = Field(20, le=1_000_000, description="samples that each client keeps (see budget)")
+    budget: Literal["total", "class"] = Field(
+        "class", description="exemplars is a number for each class; total: for all so far, which share it alike"
+    )
+    blocks: tuple[str, ...] | None = Field(
+        None, description="names of the blocks whose outputs are distilled; null: all of the backbone"
+    )
+    proxies: PositiveInt = Field(10, le=1000, description="K, proxies of a class")
+    nca: Nca = Field("paper", description="the loss: eq. 6, or the release's, whose margin does nothing")
+    tune_epochs: NonNegativeInt = Field(
+        20, le=10_000, description="epochs on exemplars alone that train the classifier after a task"
+    )
+    tune_lr: PositiveFloat = Field(0.05, le=1e3, description="their learning rate")
 
-    class Settings(Icarl.Settings):
-        exemplars: PositiveInt = Field(20, le=1_000_000, description="samples that each client keeps (see budget)")
-        budget: Literal["total", "class"] = Field(
-            "class", description="exemplars is a number for each class; total: for all so far, which share it alike"
-        )
-        blocks: tuple[str, ...] | None = Field(
-            None, description="names of the blocks whose outputs are distilled; null: all of the backbone"
-        )
-        proxies: PositiveInt = Field(10, le=1000, description="K, proxies of a class")
-        nca: Nca = Field("paper", description="the loss: eq. 6, or the release's, whose margin does nothing")
-        tune_epochs: NonNegativeInt = Field(
-            20, le=10_000, description="epochs on exemplars alone that train the classifier after a task"
-        )
-        tune_lr: PositiveFloat = Field(0.05, le=1e3, description="their learning rate")
 
-    settings: Settings
-    compare: Callable[[LocalTraining, Outputs, Outputs], Tensor]  # D of block outputs and features from the teacher's
+class ProxyClassifier:
+    """The classifier that clients train beside the backbone, and the block outputs that they distil."""
 
-    def __init__(self, settings: Settings, run: Run) -> None:
-        super().__init__(settings, run)
-        self.introduce = self.declare(Exchange("introduce", self.payload, self.sum_moments, self.moments_form))
-        self.tune = self.declare(Exchange("tune", self.payload, self.tune_proxies, self.tune_form))
-
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        last = self.run.spec(len(self.run.splits.tasks))
-        sizes = {"classes": count_columns(last), "features": build_skeleton(self.run.spec(1)).backbone.features}
-        spec = {**sizes, "proxies": self.settings.proxies}
-        return [Auxiliary(PROXIES, spec, build_proxies, "averaged", self.run.params.optimizer)]
+    def __init__(self, settings: ClassifierSettings, run: Run, networks: AuxiliaryNetworks, load: Load) -> None:
+        self.settings = settings
+        self.run = run
+        self.networks = networks
+        self.load = load
 
     # On the server.
 
-    def start_task(self, server: Server, task: int) -> Server:
+    def grow(self, server: Server, last: Server) -> Server:
         """Return the server with proxies for classes that the stream has got since too."""
-        started, state = super().start_task(server, task), server.networks[PROXIES]
-        fresh = self.auxiliaries.create_initial()[PROXIES]
+        state, fresh = last.networks[PROXIES], self.networks.create_initial()[PROXIES]
         state = {**state, "weight": join_new_rows(state["weight"], fresh["weight"])}
-        return replace(started, networks={**server.networks, PROXIES: state})
+        return replace(server, networks={**server.networks, PROXIES: state})
 
-    def begin_task(self, server: Server, cohort: Cohort) -> Server:
+    def draw(self, server: Server, moments: Moments) -> Server:
         """Return the server with the new classes' proxies drawn from their Gaussians."""
-        gaussians = fit_gaussians(cohort.ask(self.introduce, server).sum("moments"))
+        gaussians = fit_gaussians(moments)
         new = list_task_columns(server.spec, torch.device("cpu"))[-1]
         new = new[gaussians.present[new]]
         random = self.run.generator("proxies", server.task)
@@ -102,38 +95,30 @@ class ProxyRehearsed(Icarl):
         state = {**state, "weight": state["weight"].index_copy(0, new, drawn)}
         return replace(server, networks={**server.networks, PROXIES: state})
 
-    def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        ended = super().finish_task(server, cohort)
+    def tune(self, server: Server, cohort: Cohort, exchange: Exchange) -> Server:
+        """Return the server with the classifier that clients have trained on exemplars alone."""
         if not self.settings.tune_epochs:
-            return ended
-        replies = cohort.ask(self.tune, ended)
+            return server
+        replies = cohort.ask(exchange, server)
         total, moved = replies.sum("weight")["weight"].item(), replies.sum("tuned")
-        state = {name: value + moved[name] / total for name, value in ended.networks[PROXIES].items()}
-        return replace(ended, networks={**ended.networks, PROXIES: state})
+        state = {name: value + moved[name] / total for name, value in server.networks[PROXIES].items()}
+        return replace(server, networks={**server.networks, PROXIES: state})
 
-    def predictor(self, server: Server) -> Predictor:
-        if self.fitted_head(server) is not None:
-            return super().predictor(server)
-        network = self.networks.load(server.spec, server.weights).eval()
+    def predictor(self, server: Server, network: Network) -> Predictor:
+        """Return the classifier's predictor on a network in evaluation mode."""
         proxies, columns = self.load_proxies(server.networks[PROXIES]), count_columns(server.spec)
         return lambda inputs: Prediction(proxies(network.backbone(inputs), classes=columns))
 
     def load_proxies(self, state: dict[str, Tensor]) -> CosineProxies:
         """Return the classifier with this state; the next call changes it."""
-        proxies = self.auxiliaries.load(self.auxiliaries.auxiliaries[0], state)
+        proxies = self.networks.load(self.networks.auxiliaries[0], state)
         assert isinstance(proxies, CosineProxies)
         return proxies
 
     # On a client.
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return the backbone's parameters: the network's own heads have no part in it."""
-        return {n: p for n, p in super().trainable(network, task).items() if not n.startswith("heads.")}
-
-    def scale_features(self, features: Tensor) -> Tensor:
-        return normalize(features)
-
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch, compare: Compare) -> Tensor:
+        """Return NCA + sqrt((n + m) / m) D, by a method's D of block outputs and features from the teacher's."""
         network, teacher, proxies = training.network, training.part(LastModel), training.networks[PROXIES][0]
         assert isinstance(proxies, CosineProxies)
         outputs = self.run_blocks(network, batch)
@@ -144,8 +129,7 @@ class ProxyRehearsed(Icarl):
             return loss
         with torch.no_grad():
             targets = self.run_blocks(teacher.network, batch)
-        columns = count_columns(network.spec)
-        return loss + (columns / len(new)) ** 0.5 * self.compare(training, outputs, targets)
+        return loss + (count_columns(network.spec) / len(new)) ** 0.5 * compare(outputs, targets)
 
     def run_blocks(self, network: Network, batch: Batch) -> Outputs:
         """Return the outputs of the blocks that are distilled, by name, and the features."""
@@ -162,17 +146,13 @@ class ProxyRehearsed(Icarl):
         scores = proxies(features, frozen, count_columns(network.spec))
         return nca_loss(scores, labels, proxies.scale, self.settings.nca)
 
-    def gradient(self, training: LocalTraining) -> None:
-        for gradient in training.gradients.values():
-            gradient.clamp_(-CLAMP, CLAMP)
-
     def tune_form(self, task: int, round: int) -> Form:
-        (update,) = self.auxiliaries.form().values()
+        (update,) = self.networks.form().values()
         return {"tuned": update, "weight": make_outline("count", {"weight": ()}, torch.float64)}
 
     def tune_proxies(self, client: Client, payload: Payload) -> Answer:
         """Return how far a client's exemplars move the proxies on fixed features, times its weight."""
-        network, samples = self.load_final(client, payload), unpack_samples(client.memory)
+        network, samples = self.load(client, payload), unpack_samples(client.memory)
         start = payload[PROXIES].tensors
         proxies = self.load_proxies(start)
         proxies.requires_grad_(True)
@@ -196,5 +176,24 @@ class ProxyRehearsed(Icarl):
                 optimiser.step()
 
 
+def declare_proxies(run: Run, proxies: int) -> Auxiliary:
+    """Return the classifier as a network beside the model, with a place for each class of the stream."""
+    last = run.spec(len(run.splits.tasks))
+    features = build_skeleton(run.spec(1)).backbone.features
+    spec = {"classes": count_columns(last), "features": features, "proxies": proxies}
+    return Auxiliary(PROXIES, spec, build_proxies, "averaged", run.params.optimizer)
+
+
 def build_proxies(spec: Mapping[str, int]) -> CosineProxies:
     return CosineProxies(spec["classes"], spec["proxies"], spec["features"])
+
+
+def omit_heads(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the backbone's parameters: the network's own heads have no part in it."""
+    return {name: parameter for name, parameter in parameters.items() if not name.startswith("heads.")}
+
+
+def clamp_gradients(training: LocalTraining) -> None:
+    """Bring gradients within the release's bound, in place."""
+    for gradient in training.gradients.values():
+        gradient.clamp_(-CLAMP, CLAMP)

@@ -13,12 +13,12 @@ network, normalised as in training (the release: not), and the best score starts
 never). A step of L-BFGS is one iteration, which ends at the same image (docs/privacy.md).
 
 knowledge: `proxy` {inputs [n, ...], labels [n]} of the present task, at most `iterates` for each class of each client;
-`best` {weights, score, rounds} of this task so far.
+`best` {weights, score, rounds} of this task so far. memory: `entropy` under `signal: entropy`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -30,15 +30,17 @@ from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
+from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.engine.replies import Replies
-from fclmodels.federation.exchange import Form
-from fclmodels.federation.messages import make_outline
+from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
+from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.server_training import ServerWork
 from fclmodels.methods.parts.coreset_memory import EMBED
 from fclmodels.methods.parts.rehearsal import find_columns, join_heads
+from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.exemplar_losses import distil_targets
 from fclmodels.numerics.gradient_compensation import weigh_cross_entropy
 from fclmodels.numerics.gradient_inversion import Kind, SigmoidLeNet, differentiate, infer_label, invert_gradient
@@ -59,17 +61,28 @@ class ProxySettings(BaseSettings):
     inversion_lr: PositiveFloat = Field(
         0.1, le=1e6, description="their rate; the release's, and FedProTIP's for ImageNet-R; its others: 0.5"
     )
+    signal: Literal["boundary", "entropy"] = Field(
+        "boundary", description="how a client notices a new task: it is told (ours), or by the rise of its entropy"
+    )
+    rise: PositiveFloat = Field(1.2, le=100, description="of the mean entropy that is a new task, in nats")
     iterates: PositiveInt = Field(
         20, le=1000, description="last iterates of each image that models are measured on (the release's)"
     )
 
 
+# A client's training from what it was sent, ready to run; and the model that it was sent, in evaluation mode.
+Train = Callable[[Client, Payload], LocalTraining]
+Load = Callable[[Client, Payload], Network]
+
+
 class ProxyServer:
     """Asks for gradients of prototypes, inverts them, and holds on to the best model."""
 
-    def __init__(self, settings: ProxySettings, run: Run, method: str) -> None:
+    def __init__(self, settings: ProxySettings, run: Run, method: str, train: Train, load: Load) -> None:
         self.settings = settings
         self.run = run
+        self.train = train
+        self.load = load
         if settings.proxy and find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{method}.proxy: it rebuilds images, these samples are texts. Set it to false.")
         if settings.iterates > settings.inversion_steps:
@@ -84,6 +97,37 @@ class ProxyServer:
         return SigmoidLeNet(spec.shape, spec.label_count, random).to(self.run.device)
 
     # On a client.
+
+    def show_prototypes(self, client: Client, payload: Payload) -> Answer:
+        """Return the gradients of the client's prototypes, and its memory after it has noticed the task or not."""
+        network = self.load(client, payload)
+        if not self.notices_task(client, network):
+            return Answer({"prototypes": self.make_gradients(network, None)}, forget_task(client))
+        training = self.train(replace(client, round=0), payload)
+        training.run()
+        samples = self.run.batches.prepare_inputs(self.run.batches.read_raw(client.rows))
+        return Answer({"prototypes": self.make_gradients(training.network, samples)}, client.memory)
+
+    def notices_task(self, client: Client, network: Network) -> bool:
+        """Return whether a client notices, by the model that it is sent, that a task has begun."""
+        if self.settings.signal == "boundary":
+            return True
+        return self.measure_entropy(client, network) - client.memory.get("entropy", 0.0) > self.settings.rise
+
+    def note_entropy(self, client: Client, network: Network, memory: Memory) -> Memory:
+        """Return a client's memory with the entropy that a further task's is compared with."""
+        if self.settings.signal == "boundary" or not len(client.rows):
+            return memory
+        return {**memory, "entropy": self.measure_entropy(client, network)}
+
+    @torch.no_grad()
+    def measure_entropy(self, client: Client, network: Network) -> float:
+        """Return the mean entropy of softmax over a client's rows of the task, in nats."""
+        total = 0.0
+        for batch in self.run.batches.iterate_ordered(client.rows, EMBED):
+            log_p = join_heads(network, network.backbone(batch.inputs)).float().log_softmax(1)
+            total -= float((log_p.exp() * log_p).sum())
+        return total / len(client.rows)
 
     def form(self, task: int, round: int) -> Form:
         """Return the outlines of gradients by the encoder's parameters, one for each class of the task."""
@@ -122,9 +166,18 @@ class ProxyServer:
 
     # On the server.
 
-    def rebuild(self, server: Server, cohort: Cohort, replies: Replies) -> Server:
-        """Return the server with the images of a task's clients, and no best model yet."""
+    def choose_teacher(self, server: Server, last: Server) -> Server:
+        """Return the server that starts a task with the last task's best model as teacher, if one was measured."""
         knowledge = {name: value for name, value in server.knowledge.items() if name not in ("proxy", "best")}
+        best = last.knowledge.get("best", {})
+        teacher = {"anchor": best["weights"]} if "weights" in best and "anchor" in knowledge else {}
+        return replace(server, knowledge={**knowledge, **teacher})
+
+    def rebuild(self, server: Server, cohort: Cohort, show: Exchange) -> Server:
+        """Return the server with the images of a task's clients, whom it asks for gradients."""
+        if not self.settings.proxy:
+            return server
+        knowledge, replies = dict(server.knowledge), cohort.ask(show, server)
         sent = [
             [tensors[name][place] for name in tensors]
             for _, tensors in replies.each("prototypes")
@@ -139,8 +192,11 @@ class ProxyServer:
             knowledge["proxy"] = {"inputs": torch.cat(work.images).cpu(), "labels": labels}
         return replace(server, knowledge=knowledge)
 
-    def hold_best(self, server: Server, score: float) -> Server:
+    def hold_best(self, server: Server, judge: Callable[[Server], float]) -> Server:
         """Return the server after a round, with its model in the best one's place if its score is no lower."""
+        if "proxy" not in server.knowledge:
+            return server
+        score = judge(server)
         best: dict[str, Any] = server.knowledge.get("best", {"score": -1.0, "rounds": 0})
         best = {**best, "rounds": best["rounds"] + 1}
         if score >= best["score"]:
@@ -203,3 +259,12 @@ def find_prototype(network: Network, inputs: Tensor) -> Tensor:
     network.eval()
     features = normalize(torch.cat([network.backbone(part) for part in inputs.split(EMBED)]))
     return inputs[(features - features.mean(0)).norm(dim=1).argmin()][None]
+
+
+def forget_task(client: Client) -> Memory:
+    """Return a client's memory without exemplars of the task before its present one."""
+    samples = unpack_samples(client.memory)
+    if samples is None:
+        return client.memory
+    stay = (samples.tasks != client.task - 1).nonzero().flatten()
+    return {**client.memory, **pack_samples(samples.take(stay))}

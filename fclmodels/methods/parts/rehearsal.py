@@ -4,15 +4,24 @@ A task's clients choose exemplars when it has ended, by the final global model's
 train on the shuffled union of new rows and exemplars from then on. How the published methods were federated, nothing
 says: that each client has a memory of its own, and that FedAvg's weights stay the numbers of new rows, is our choice.
 
+Where `answers_by_means`, the nearest mean of exemplars answers: of features of length 1 on the final model (Rebuffi et
+al. 2017, Algorithm 1). After a task all clients of the run, also those without data of it, send the sum of these
+features and their number by class; the server scales each class's sum to length 1. That all of them speak is ours.
+
 All heads' logits stand side by side, so that tasks with heads of their own have the columns of a head that grows. The
 present task's columns are new, all others old: where tasks share all classes none is old, and nothing is distilled.
+
+knowledge: `anchor`; `means` {weight [C, F], bias [C]} as a head, until the next task starts.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network
@@ -21,8 +30,9 @@ from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.exchange import Answer, Exchange, Form
-from fclmodels.federation.messages import Payload, make_outline
+from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
+from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -32,7 +42,11 @@ from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.coreset_memory import embed
 from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, iterate_joined_epochs
 from fclmodels.methods.parts.replay_memory import unpack_samples
-from fclmodels.numerics.prototypes import moments
+from fclmodels.numerics.exemplar_losses import distil_targets
+from fclmodels.numerics.fitted_heads import NEVER
+from fclmodels.numerics.prototypes import LEAST, moments
+
+MEANS = "means"
 
 
 class LastModel:
@@ -51,7 +65,11 @@ class LastModel:
 
 
 class Rehearsed(FedAvg):
-    """FedAvg whose clients rehearse exemplars of earlier classes beside the last task's model."""
+    """FedAvg whose clients rehearse exemplars of earlier classes beside the last task's model.
+
+    Below its hooks stand those that methods have of their own: `enter_task`, `add_payload`, `end_rounds`, `leave_task`,
+    `find_head`, `note`, `equip`, `yield_epochs`.
+    """
 
     class Settings(FedAvg.Settings, ExemplarSettings):
         batch_norm: SharedPolicy = Field(
@@ -63,6 +81,8 @@ class Rehearsed(FedAvg):
         )
 
     settings: Settings
+    # Whether the nearest mean of exemplars answers in the head's place.
+    answers_by_means: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -72,25 +92,69 @@ class Rehearsed(FedAvg):
         self.teachers = NetworkCache(run.device, self.prepare_network)
         self.select = self.declare(Exchange("select", self.payload, self.select_exemplars, self.select_form))
 
+    # On the server.
+
     def start_task(self, server: Server, task: int) -> Server:
-        return anchor_to(super().start_task(server, task), server)
+        started = anchor_to(super().start_task(server, task), server)
+        knowledge = {name: value for name, value in started.knowledge.items() if name != MEANS}
+        return self.enter_task(replace(started, knowledge=knowledge), server)
+
+    def enter_task(self, server: Server, last: Server) -> Server:
+        """Return the server that starts a task after the last one's."""
+        return server
 
     def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **anchor_payload(server)}
+        return {**super().payload(server), **anchor_payload(server), **self.add_payload(server)}
+
+    def add_payload(self, server: Server) -> Payload:
+        """Return what clients download besides the model and the last task's."""
+        return {}
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        cohort.ask(self.select, server)
+        ended = self.end_rounds(server, cohort)
+        if self.answers_by_means:
+            replies = cohort.ask(self.select, ended, clients=cohort.everyone)
+            means = fit_means(replies.sum(MEANS), replies.noise(MEANS))
+            ended = replace(ended, knowledge={**ended.knowledge, MEANS: means})
+        else:
+            cohort.ask(self.select, ended)
+        return self.leave_task(ended, cohort)
+
+    def end_rounds(self, server: Server, cohort: Cohort) -> Server:
+        """Return the server after the last round, before clients choose exemplars."""
         return server
+
+    def leave_task(self, server: Server, cohort: Cohort) -> Server:
+        """Return the server after clients have chosen exemplars."""
+        return server
+
+    def fitted_head(self, server: Server) -> FittedHead | None:
+        """Return the head that answers in the network's place; None while a task is learned."""
+        return self.find_head(server)
+
+    def find_head(self, server: Server) -> FittedHead | None:
+        """Return the means of exemplars, where these answer."""
+        return FittedHead(**server.knowledge[MEANS]) if MEANS in server.knowledge else None
 
     # On a client.
 
     def select_form(self, task: int, round: int) -> Form:
-        """Return the outlines of what a client tells when it has chosen its exemplars: nothing."""
-        return {}
+        """Return the outlines of what a client tells when it has chosen its exemplars."""
+        network = self.networks.of(self.run.spec(task + 1))
+        return {MEANS: outline_means(network, self.memory.limit(network.spec))} if self.answers_by_means else {}
 
+    @torch.no_grad()
     def select_exemplars(self, client: Client, payload: Payload) -> Answer:
-        """Return the memory with exemplars of the task that has ended; the answer itself is empty."""
-        return Answer({}, self.memory.add_task(client, self.load_final(client, payload)))
+        """Return the memory with exemplars of the task that has ended, and where means answer their sums by class."""
+        network = self.load_final(client, payload)
+        memory = self.note(client, network, self.memory.add_task(client, network))
+        if not self.answers_by_means:
+            return Answer({}, memory)
+        return Answer({MEANS: sum_exemplars(client, network, unpack_samples(memory))}, memory)
+
+    def note(self, client: Client, network: Network, memory: Memory) -> Memory:
+        """Return the memory with what a client notes besides when a task has ended."""
+        return memory
 
     def load_final(self, client: Client, payload: Payload) -> Network:
         """Return the global model that a client was sent, in evaluation mode."""
@@ -119,8 +183,16 @@ class Rehearsed(FedAvg):
         if "anchor" in payload:
             last = self.teachers.load(self.run.spec(training.client.task), payload["anchor"].tensors)
             training.add(LastModel(last, list_task_columns(training.network.spec, self.run.device)[-1]))
+        self.equip(training, payload)
+
+    def equip(self, training: LocalTraining, payload: Payload) -> None:
+        """Give a client's training what it needs besides the teacher."""
 
     def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        return self.yield_epochs(training)
+
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        """Return the round's local epochs over rows and exemplars."""
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
     def score(self, training: LocalTraining, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -131,7 +203,19 @@ class Rehearsed(FedAvg):
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return earlier tasks' own heads too: exemplars go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+        heads = dict(network.heads.named_parameters("heads"))
+        return self.select_parameters({**super().trainable(network, task), **heads})
+
+    def select_parameters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return those of the network's parameters that train."""
+        return parameters
+
+
+def find_targets(teacher: LastModel | None, logits: Tensor, labels: Tensor, inputs: Tensor) -> Tensor:
+    """Return targets [B, columns] of binary losses: labels, and in old columns the teacher's probabilities."""
+    if teacher is None:
+        return distil_targets(labels, logits.shape[1], labels[:0], None)
+    return distil_targets(labels, logits.shape[1], teacher.old, teacher.answer(inputs)[1][:, teacher.old])
 
 
 def join_heads(network: Network, features: Tensor) -> Tensor:
@@ -166,3 +250,33 @@ def list_old_groups(columns: Sequence[Tensor]) -> list[Tensor]:
     """Return the columns of each task but the last, without those that the last one has too."""
     *old, new = columns
     return [group[~torch.isin(group, new)] for group in old if not torch.isin(group, new).all()]
+
+
+def outline_means(network: Network, most: int) -> Part:
+    """Return the outline of a client's sums of at most so many exemplars, for noise within sqrt(2) times as much."""
+    columns = count_columns(network.spec)
+    shapes = {"weight": (columns,), "sum": (columns, network.backbone.features)}
+    # Of m features of length 1, counts and sums are each m long at most.
+    return make_outline("prototype", shapes, torch.float64, bound=2**0.5 * most)
+
+
+def sum_exemplars(client: Client, network: Network, samples: Batch | None) -> dict[str, Tensor]:
+    """Return the number [columns] and the sum [columns, F] of exemplars' features of length 1, by class."""
+    columns = count_columns(network.spec)
+    weight = torch.zeros(columns, dtype=torch.float64)
+    total = torch.zeros(columns, network.backbone.features, dtype=torch.float64)
+    if samples is None:
+        return {"weight": weight, "sum": total}
+    places = find_columns(network.spec, samples.labels, samples.tasks).cpu()
+    total = total.index_add(0, places, normalize(embed(client, network, samples).double()))
+    return {"weight": places.bincount(minlength=columns).double(), "sum": total}
+
+
+def fit_means(sums: dict[str, Tensor], noise: float) -> dict[str, Tensor]:
+    """Return the head of the nearest means of length 1: that of the largest product; a class without any never answers.
+
+    noise: the deviation of that in the sums.
+    """
+    present = sums["weight"] > LEAST * noise
+    weight = normalize(sums["sum"]).where(present[:, None], 0.0).float()
+    return {"weight": weight, "bias": torch.zeros(len(present)).masked_fill(~present, NEVER)}

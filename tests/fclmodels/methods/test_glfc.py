@@ -181,20 +181,22 @@ def test_who_does_not_notice_a_task_sends_nothing_and_loses_the_last_ones_exempl
     entropy = -(p * np.log(p)).sum(1).mean()
     for before, notices in ((entropy - 1.19, False), (entropy - 1.21, True)):
         client = client_of(method, 1, 1, memory={**memory, "entropy": float(before)})
-        answer = method.show_prototypes(client, method.payload(server))
+        answer = method.proxy.show_prototypes(client, method.payload(server))
         assert bool(answer.tensors["prototypes"]["linear.bias"].any()) == notices
         samples = unpack_samples(answer.memory)
         assert samples is not None
         assert bool(len(samples.labels)) == notices
 
 
-def test_a_client_remembers_its_entropy_before_training(method_of: Callable, client_of: Callable, mlp: Any) -> None:
+def test_a_client_remembers_its_entropy_on_the_model_that_a_task_ends_with(
+    method_of: Callable, client_of: Callable, federate: Callable, mlp: Any
+) -> None:
     method = method_of(Glfc, signal="entropy", **FEW)
-    server = method.start_task(method.setup(), 0)
+    server = federate(method, 1)
     client = client_of(method, 1)
     batch = next(method.run.batches.iterate_ordered(client.rows, 50))
     p = softmax(mlp.logits(server.weights, batch.inputs), axis=1)
-    memory = method.train(client, method.payload(server)).memory
+    memory = method.select_exemplars(client, method.payload(server)).memory
     assert memory["entropy"] == pytest.approx(-(p * np.log(p)).sum(1).mean(), rel=1e-5)
 
 

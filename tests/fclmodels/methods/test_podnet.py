@@ -12,14 +12,15 @@ from torch import Tensor
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.methods.afc import Afc
-from fclmodels.methods.parts.proxy_classifier import PROXIES, ProxyRehearsed
+from fclmodels.methods.parts.proxy_classifier import PROXIES
+from fclmodels.methods.parts.rehearsal import Rehearsed
 from fclmodels.methods.podnet import Podnet
 from fclmodels.numerics import pooled_distillation as pooled
 from fclmodels.numerics.cosine_proxies import nca_loss
 from fclmodels.storage import trees
 
 
-def prepare(method: ProxyRehearsed, ended: Server, client_of: Callable) -> tuple[Server, Any, Any]:
+def prepare(method: Rehearsed, ended: Server, client_of: Callable) -> tuple[Server, Any, Any]:
     """The server in the second task, a client's training there and its first batch, of rows and exemplars."""
     server = method.start_task(ended, 1)
     memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
@@ -39,7 +40,7 @@ def activations(weights: dict[str, Tensor], x: Tensor) -> tuple[list[Tensor], Te
 
 @pytest.mark.parametrize("kind", [Podnet, Afc])
 def test_the_loss_is_nca_and_the_distance_from_last_tasks_model(
-    kind: type[ProxyRehearsed], method_of: Callable, client_of: Callable, federate: Callable
+    kind: type[Rehearsed], method_of: Callable, client_of: Callable, federate: Callable
 ) -> None:
     method = method_of(kind, "federation.batch_size=32", exemplars=2)
     ended = federate(method, 1)
@@ -66,12 +67,15 @@ def test_the_loss_is_nca_and_the_distance_from_last_tasks_model(
 
 @pytest.mark.parametrize("kind", [Podnet, Afc])
 def test_a_student_that_is_its_teacher_has_no_distance(
-    kind: type[ProxyRehearsed], method_of: Callable, client_of: Callable, federate: Callable
+    kind: type[Rehearsed], method_of: Callable, client_of: Callable, federate: Callable
 ) -> None:
     method = method_of(kind)
     _, training, batch = prepare(method, federate(method, 1), client_of)
-    outputs = method.run_blocks(training.network, batch)
-    assert float(method.compare(training, outputs, outputs)) == pytest.approx(0, abs=1e-6)
+    distances: list[Tensor] = []
+    compare = method.compare
+    method.compare = lambda *of: distances.append(compare(*of)) or distances[-1]
+    method.loss(training, batch)
+    assert float(distances[0].detach()) == pytest.approx(0, abs=1e-6)
 
 
 def test_new_proxies_are_drawn_from_features_and_old_ones_stay_in_the_rounds(
@@ -104,10 +108,10 @@ def test_after_a_task_exemplars_alone_train_the_classifier(
     method = method_of(Podnet, tune_epochs=3)
     server = federate(method, 1)
     memory = method.select_exemplars(client_of(method, 1, 0), method.payload(server)).memory
-    answer = method.tune_proxies(client_of(method, 1, 0, memory=memory), method.payload(server))
+    answer = method.classifier.tune_proxies(client_of(method, 1, 0, memory=memory), method.payload(server))
     assert answer.tensors["tuned"]["weight"][:2].any()
     assert not answer.tensors["tuned"]["weight"][2:].any()
-    without = method.tune_proxies(client_of(method, 1, 0), method.payload(server))
+    without = method.classifier.tune_proxies(client_of(method, 1, 0), method.payload(server))
     assert not any(change.any() for change in without.tensors["tuned"].values())
 
 
@@ -120,13 +124,13 @@ def test_importance_is_that_of_squared_gradients(method_of: Callable, client_of:
     assert [len(channels) for channels in sums.values()] == [4, 8, 1]
     network, proxies = (
         method.load_final(client, payload).requires_grad_(True),
-        method.load_proxies(payload[PROXIES].tensors),
+        method.classifier.load_proxies(payload[PROXIES].tensors),
     )
     expected = torch.zeros(8, dtype=torch.float64)
     for batch in method.run.batches.iterate_ordered(client.rows, 1):
-        outputs = method.run_blocks(network, batch)
+        outputs = method.classifier.run_blocks(network, batch)
         (gradient,) = torch.autograd.grad(
-            method.classify(network, proxies, outputs["features"], batch), outputs["conv2"]
+            method.classifier.classify(network, proxies, outputs["features"], batch), outputs["conv2"]
         )
         expected += gradient[0].double().square().sum((1, 2))
     torch.testing.assert_close(sums["conv2"], expected, rtol=1e-4, atol=1e-12)
@@ -165,7 +169,7 @@ def test_before_a_tasks_end_the_classifier_answers(method_of: Callable, federate
     inputs = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 50)).inputs
     with torch.inference_mode():
         _, features = activations(started.weights, inputs)
-        proxies = method.load_proxies(started.networks[PROXIES])
+        proxies = method.classifier.load_proxies(started.networks[PROXIES])
         torch.testing.assert_close(method.predictor(started)(inputs).logits, proxies(features, classes=4))
 
 
