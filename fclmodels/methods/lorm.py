@@ -99,10 +99,9 @@ class Lorm(AdapterTraining):
         head = task if self.run.spec(task + 1).head == "per-task" else 0
         return {f"{HEAD}{head}.weight": f"{HEAD}{head}"}
 
-    def list_widths(self, layers: Mapping[str, str]) -> dict[str, int]:
+    def list_widths(self, task: int, layers: Mapping[str, str]) -> dict[str, int]:
         """Return the width of each layer among the values."""
-        network = self.networks.of(self.run.spec(len(self.run.splits.tasks)))
-        adapted = get_backbone(network)
+        adapted = get_backbone(self.networks.of(self.run.spec(task + 1)))
         widths = {}
         for name in layers.values():
             is_head = name.startswith(HEAD)
@@ -150,20 +149,20 @@ class Lorm(AdapterTraining):
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in (self.list_factors(task, choose_factor(round)) | self.list_head(task)).items():
             shapes[f"times.{name}"] = tuple(network.get_parameter(name).shape)
-            shapes[f"gram.{name}"] = self.shape_gram(name, layer)
+            shapes[f"gram.{name}"] = self.shape_gram(task, name, layer)
         solved = make_outline("input-statistics", shapes, torch.float64)
         return {**form, "update": replace(form["update"], tensors=biases), "solved": solved}
 
-    def shape_gram(self, name: str, layer: str) -> tuple[int, ...]:
+    def shape_gram(self, task: int, name: str, layer: str) -> tuple[int, ...]:
         """Return the shape of the sum that goes with a factor or a head's weight."""
         if name.endswith(".B"):
             return self.settings.rank, self.settings.rank
-        (width,) = self.list_widths({name: layer}).values()
+        (width,) = self.list_widths(task, {name: layer}).values()
         is_diagonal = (self.settings.head_share if layer.startswith(HEAD) else self.settings.share) == 0
         return (width,) if is_diagonal else (width, width)
 
     def grams_form(self, task: int, round: int) -> Form:
-        shapes = {layer: self.shape_gram(name, layer) for name, layer in self.list_factors(task, "A").items()}
+        shapes = {layer: self.shape_gram(task, name, layer) for name, layer in self.list_factors(task, "A").items()}
         return {"grams": make_outline("input-statistics", shapes, torch.float64)}
 
     # On a client.
@@ -201,7 +200,7 @@ class Lorm(AdapterTraining):
         batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
         shares = {n: self.settings.head_share if n.startswith(HEAD) else self.settings.share for n in names.values()}
         diagonal = [layer for layer, share in shares.items() if share == 0]
-        grams = sum_inputs(network, batches, self.list_widths(names), FROZEN, diagonal)
+        grams = sum_inputs(network, batches, self.list_widths(client.task, names), FROZEN, diagonal)
         return {layer: damp(gram, shares[layer]) for layer, gram in grams.items()}
 
 

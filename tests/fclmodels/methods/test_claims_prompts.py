@@ -68,3 +68,23 @@ def test_a_refitted_head_is_at_least_the_nearest_prototypes_equal(
     measured = over_seeds(split_of(STREAM), rows, shared, "task_agnostic", metrics)
     for metric in metrics:
         assert measured["pip-dualp"][metric].mean() >= measured["nearest-prototype"][metric].mean()
+
+
+def test_a_closed_form_on_the_same_backbone_is_above_prompts_and_prototypes(
+    letters: Path,
+    split_of: Callable[[list[str]], Splits],
+    over_seeds: Callable[..., dict[str, dict[str, np.ndarray]]],
+) -> None:
+    """RanPAC's claim, and STSA's, with one exchange a task; calibration (CCVR) lifts the head that rounds trained."""
+    shared, metrics = [*STREAM, *VIT, f"model.weights={letters}", "federation.rounds=4", "optimizer.lr=0.01"], ("acc",)
+    rows = {
+        "ridge": [],
+        "stsa": [],
+        "ccvr": ["methods.ccvr.frozen=true"],
+        **{name: TUNED[name] for name in ("linear-probe", "nearest-prototype", "pip-dualp")},
+    }
+    measured = over_seeds(split_of(STREAM), rows, shared, "task_agnostic", metrics)
+    acc = {name: of["acc"].mean() for name, of in measured.items()}
+    for closed in ("ridge", "stsa"):
+        assert acc[closed] >= max(acc["nearest-prototype"], acc["pip-dualp"]) + 0.03, acc
+    assert acc["ccvr"] >= acc["linear-probe"] + 0.05, acc
