@@ -30,8 +30,8 @@ def follow_the_release(grams: list[np.ndarray], thresholds: list[float]) -> tupl
     """Its loops, a step at a time.
 
     `update_DualGPM` itself, run outside this project on 300 random matrices [12, 12] in sequences of five tasks, gave
-    the projections of `extend_memory` to 1.7e-15. Where the first task takes half or more, it calls that basis one of what
-    is free; here its complement is.
+    the projections of `extend_memory` to 1.7e-15. Where the first task takes half or more, it calls that basis one of
+    what is free; here its complement is.
     """
     M, retains = np.zeros((0, 0)), False
     for task, (H, threshold) in enumerate(zip(grams, thresholds, strict=True)):
