@@ -75,6 +75,10 @@ class Lorm(AdapterTraining):
         super().__init__(settings, run)
         if run.params.federation.server_lr != 1:
             raise UserError("federation.server_lr: lorm solves for what clients learned, whole. Use 1.")
+        if run.params.federation.faults.late:
+            raise UserError(
+                "federation.faults.late: lorm trains one factor in a round, and a late answer is about the other. Use 0."
+            )
         self.observed = NetworkCache(self.run.device, self.prepare_network)
         self.ask_grams = self.declare(Exchange("grams", self.payload, self.answer, self.grams_form))
 
