@@ -77,7 +77,7 @@ class Lorm(AdapterTraining):
             raise UserError("federation.server_lr: lorm solves for what clients learned, whole. Use 1.")
         if run.params.federation.faults.late:
             raise UserError(
-                "federation.faults.late: lorm trains one factor in a round, and a late answer is about the other. Use 0."
+                "federation.faults.late: lorm trains one factor a round, and a late answer is about the other. Use 0."
             )
         self.observed = NetworkCache(self.run.device, self.prepare_network)
         self.ask_grams = self.declare(Exchange("grams", self.payload, self.answer, self.grams_form))
