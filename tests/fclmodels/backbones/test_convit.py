@@ -41,6 +41,7 @@ def test_heads_look_at_neighbours_at_first() -> None:
     assert torch.equal(attention.value.weight, torch.eye(18))
 
 
+@pytest.mark.slow
 def test_it_keeps_what_every_backbone_keeps() -> None:
     check_backbone(Convit, "model.width=12", "model.depth=2", "model.attention_heads=4", "model.patch=8")
 

@@ -148,6 +148,7 @@ def test_tokens_of_first_tasks_do_not_depend_on_how_many_follow(dytox_of: Callab
     assert grown.networks["tokens"].keys() == after.keys()
 
 
+@pytest.mark.slow
 def test_old_classes_are_not_lost(dytox_of: Callable, federate: Callable) -> None:
     """With exemplars, half of the first task's samples and more are right among all classes."""
     method = dytox_of("federation.rounds=8", "optimizer.lr=0.01", tuning_epochs=4)
