@@ -33,6 +33,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
+from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -240,9 +241,11 @@ class Inversion(ServerWork):
         of = self.settings
         gradient = self.gradients[number]
         start = torch.randn(1, *self.shape, device=gradient[0].device)
-        images, distance = invert_gradient(
-            self.encoder, gradient, start, of.inversion, of.inversion_lr, of.inversion_steps, of.iterates
-        )
+        # One image keeps one thread busy: on a shared machine two wait for each other.
+        with set_torch_threads(1):
+            images, distance = invert_gradient(
+                self.encoder, gradient, start, of.inversion, of.inversion_lr, of.inversion_steps, of.iterates
+            )
         self.images.append(images)
         return distance
 
