@@ -27,6 +27,14 @@ def read_peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
+def forget_peak_memory() -> None:
+    """Let `VmHWM` of this process begin anew, where the system can."""
+    try:
+        (PROC / "self" / "clear_refs").write_text("5")
+    except OSError:
+        return
+
+
 def read_peak_memory_of_children() -> int:
     """Return the most bytes of memory that one of this process's children has held, of those that still run.
 

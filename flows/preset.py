@@ -1,12 +1,14 @@
 """A preset of a paper: its data, a run of each of its methods with each of its seeds, and a report."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from prefect import flow
 
 from fclmodels.backbones.model.published_weights import find_weights_file
 from fclmodels.errors import UserError
+from fclmodels.federation.executors.processes import share_workers
 from fclmodels.settings.load import follow_seed, load_params
 from flows.compare import compare
 from flows.experiment import experiment
@@ -29,8 +31,8 @@ def preset(name: str, params: Path, out: Path, overrides: Sequence[str] = (), qu
     except UserError as error:
         raise UserError(f"{name}: {error}{needs}") from None
     runs = []
-    for method in settings.experiment.methods:
-        for seed in settings.experiment.seeds:
+    with share_workers():
+        for method, seed in product(settings.experiment.methods, settings.experiment.seeds):
             runs.append(out / f"{method}-{seed}")
             experiment(method, seed, runs[-1], params, overrides, quiet)
     compare(runs, out / "report", params, overrides)

@@ -102,6 +102,7 @@ def run(
     run, a short trial shows what it will cost; what does not fit into memory or on the disk is refused.
     """
     from fclmodels import plugins
+    from fclmodels.federation.executors.processes import share_workers
 
     pairs = list(product(methods.split(","), parse_seeds(seeds)))
     for method, _ in pairs:
@@ -114,11 +115,12 @@ def run(
         params = find_preset(preset)
     folders = {pair: out or Path("runs") / f"{pair[0]}-{pair[1]}" for pair in pairs}
     results = []
-    for (method, seed), folder in folders.items():
-        arguments = {"method": method, "seed": seed, "out": folder, "quiet": quiet, "force": force}
-        results.append(run_settings_flow("experiment", "experiment", params, overrides, **arguments))
-        sent = terminal.format_bytes(results[-1]["bytes_up"])
-        terminal.tell(f"{folder}: {results[-1]['seconds']:.1f} s of training and evaluation, {sent} up", quiet or json)
+    with share_workers():
+        for (method, seed), folder in folders.items():
+            arguments = {"method": method, "seed": seed, "out": folder, "quiet": quiet, "force": force}
+            results.append(run_settings_flow("experiment", "experiment", params, overrides, **arguments))
+            seconds, sent = results[-1]["seconds"], terminal.format_bytes(results[-1]["bytes_up"])
+            terminal.tell(f"{folder}: {seconds:.1f} s of training and evaluation, {sent} up", quiet or json)
     if json:
         terminal.print_json(results if len(pairs) > 1 else results[0])
         return

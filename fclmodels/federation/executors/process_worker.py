@@ -79,18 +79,23 @@ def main(control: int, payload: int, replies: int) -> None:
     connection = socket.socket(fileno=control)
     lines = connection.makefile("rb")
     try:
-        set_up = json.loads(lines.readline())
-        torch.set_num_threads(set_up["threads"])
-        method = build_method(set_up, Path(set_up["params"]), Path(set_up["splits"]))
         shared, buffer = SharedBuffer(payload), SharedBuffer(replies)
-        job, waits = None, False
+        method, job, waits = None, None, False
         for line in lines:
             message = json.loads(line)
-            if "job" in message:
+            if "set_up" in message:
+                method, job, waits = None, None, False  # the last run's memory is free before the next one's is taken
+                machine.forget_peak_memory()
+                set_up = message["set_up"]
+                torch.set_num_threads(set_up["threads"])
+                method = build_method(set_up, Path(set_up["params"]), Path(set_up["splits"]))
+            elif "job" in message:
+                assert method is not None
                 job = convert_tree_to_job(shared.read(message["job"])).to(method.run.device)
             elif "taken" in message:
                 waits = False
             else:
+                assert method is not None
                 assert job is not None
                 memory = Path(message["memory"]) if message["memory"] else None
                 answer = work(method, job, message["client"], memory)

@@ -4,6 +4,9 @@ The payload is in shared memory, written once a round. A worker writes its reply
 goes on with the next client while the main process reads the reply; before it writes again it waits for a message that
 the buffer is free. Control messages are JSON lines over a socket. A worker that dies is replaced and its client run
 again, which cannot change the result.
+
+Workers end with their executor. Where several runs follow one another in a process (`share_workers`), the next run's
+executor sets up the last one's workers again, which spares it their start.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +33,37 @@ if TYPE_CHECKING:
 DEATHS_OF_ONE_CLIENT = 3
 
 
+class SharedWorkers:
+    """Workers that wait for the next executor, and the payload that all of them read."""
+
+    def __init__(self) -> None:
+        self.payload = SharedBuffer()
+        self.idle: list[Worker] = []
+
+
+_shared: ContextVar[SharedWorkers | None] = ContextVar("shared_workers", default=None)
+
+
+@contextlib.contextmanager
+def share_workers() -> Iterator[None]:
+    """While open, executors in this context leave their workers to those that come after them."""
+    shared = SharedWorkers()
+    token = _shared.set(shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        for worker in shared.idle:
+            worker.stop()
+
+
 class Processes:
     """The executor."""
 
     def __init__(self, method: "Method", params_file: Path, workers: int, threads: int) -> None:
         self.method = method
-        self.payload = SharedBuffer()
+        self._shared = _shared.get()
+        self.payload = self._shared.payload if self._shared else SharedBuffer()
         self._set_up = set_up_of(method, threads) | {"params": str(params_file.absolute())}
         self._count = workers
         self._workers: list[Worker] = []
@@ -69,13 +98,19 @@ class Processes:
             finished = True
         finally:
             if not finished:  # interrupted: nobody reads what these workers still answer
-                self.close()
+                self._stop_workers()
 
     def read_peak_memory(self) -> int | None:
         """Return the most bytes that a worker has held."""
         return max((worker.read_peak_memory() for worker in self._workers), default=None)
 
     def close(self) -> None:
+        if self._shared:
+            self._shared.idle += self._workers
+            self._workers = []
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
         for worker in self._workers:
             worker.stop()
         self._workers = []
@@ -83,7 +118,10 @@ class Processes:
     def _start_workers(self, count: int) -> list["Worker"]:
         """Return so many workers; start those that do not run yet."""
         while len(self._workers) < count:
-            self._workers.append(Worker(self._set_up, self.payload))
+            idle = self._shared.idle if self._shared else []
+            worker = idle.pop() if idle else Worker(self.payload)
+            worker.set_up(self._set_up)
+            self._workers.append(worker)
         return self._workers[:count]
 
     def _bury(self, worker: "Worker", deaths: dict[int, int]) -> dict[str, Any]:
@@ -105,15 +143,24 @@ class Processes:
 class Worker:
     """The main process's end of one worker."""
 
-    def __init__(self, set_up: dict[str, Any], payload: SharedBuffer) -> None:
-        self._set_up = set_up
+    def __init__(self, payload: SharedBuffer) -> None:
         self._payload = payload
         self._reply = SharedBuffer()
+        self._set_up: dict[str, Any] = {}
         self.order: dict[str, Any] | None = None
-        self.start()
+        self._start_process()
+
+    def set_up(self, facts: dict[str, Any]) -> None:
+        """Send the process the facts of a run."""
+        self._set_up = facts
+        self.send({"set_up": facts})
 
     def start(self) -> None:
-        """Start the process and send it its facts."""
+        """Start the process again, for the same run."""
+        self._start_process()
+        self.set_up(self._set_up)
+
+    def _start_process(self) -> None:
         self.socket, theirs = socket.socketpair()
         descriptors = [theirs.fileno(), self._payload.descriptor, self._reply.descriptor]
         self._process = subprocess.Popen(
@@ -124,7 +171,6 @@ class Worker:
         )
         theirs.close()
         self._lines = self.socket.makefile("rb")
-        self.send(self._set_up)
 
     def read_peak_memory(self) -> int:
         """Return the most bytes that the process has held; 0 where it has ended."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fclmodels.experiment.experiment import Experiment
+from fclmodels.federation.executors.processes import share_workers
 from fclmodels.federation.executors.ray.cluster import Actor, RayCluster
 from fclmodels.federation.executors.ray.start import connect_cluster
 from fclmodels.plugins import find, load_all
@@ -85,6 +86,13 @@ def kept_actors(two_nodes: object) -> Iterator[None]:
     with connect_cluster() as ray, pytest.MonkeyPatch.context() as patch:
         patch.setattr(RayCluster, "_start_actor", taken)
         patch.setattr(ray, "kill", idle.append)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_workers() -> Iterator[None]:
+    """Worker processes that all experiments here take in turns: their start takes seconds too."""
+    with share_workers():
         yield
 
 

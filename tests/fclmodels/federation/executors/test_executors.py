@@ -19,6 +19,7 @@ from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.executors import processes
+from fclmodels.federation.executors.processes import share_workers
 from fclmodels.settings.schema import Params
 
 MakeExperiment = Callable[..., Experiment]
@@ -99,6 +100,26 @@ def test_any_number_of_workers_gives_the_same_bits(
         experiment.run(tmp_path / "run")
         assert len(pids()) == number
     assert remains(tmp_path / "run") == serially
+
+
+def test_runs_one_after_another_may_share_their_workers(
+    serially: dict[str, Any], uneven: Splits, experiment_of: MakeExperiment, remains: Remains, tmp_path: Path
+) -> None:
+    """They end with the same bits as alone, after another method too, and where a waiting worker has died."""
+    with leaving_no_worker(), share_workers():
+        with experiment_of(*workers(2), method="fedavg", splits=uneven) as experiment:
+            experiment.run(tmp_path / "before")
+        waiting = pids()
+        assert len(waiting) == 2
+        with experiment_of(*HARD, *workers(2), method="diary", splits=uneven) as experiment:
+            experiment.run(tmp_path / "run")
+        assert pids() == waiting
+        os.kill(max(waiting), signal.SIGKILL)
+        with experiment_of(*HARD, *workers(2), method="diary", splits=uneven) as experiment:
+            experiment.run(tmp_path / "again")
+        assert len(pids()) == 2
+        assert min(waiting) in pids()
+    assert remains(tmp_path / "run") == remains(tmp_path / "again") == serially
 
 
 @pytest.mark.slow
