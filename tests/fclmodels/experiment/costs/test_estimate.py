@@ -31,6 +31,7 @@ from fclmodels.storage.sealed_json import write_json
 
 FACTOR = 1.5
 DAILY = ("fedavg", "er", "fot", "pip-dualp")
+WITH_WORKERS = ("fedavg", "fot", "icarl", "stamp", "pip-dualp")  # which take seconds to start
 OURS = sorted(plugins.load_all("method"))
 EACH = [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in OURS]
 ROUNDS = ("federation.rounds=3", "federation.clients_per_round=3")
@@ -83,7 +84,7 @@ def test_bytes_and_disk_are_as_expected(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("executor", "method"), [*(("processes", name) for name in OURS), ("serial", "fedavg"), ("serial", "fot")]
+    ("executor", "method"), [*(("serial", name) for name in OURS), *(("processes", name) for name in WITH_WORKERS)]
 )
 def test_memory_is_as_expected(
     method: str,
