@@ -199,6 +199,7 @@ def toys() -> Iterator[Path]:
     folder = Path(__file__).parent / "toys"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "sitecustomize", raising=False)  # Debian's Python has one
         importlib.import_module("sitecustomize")
         yield folder
         for package in (fclmodels.backbones, fclmodels.methods):

@@ -61,7 +61,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     trees.save(dict(network.state_dict()), home / "model" / "weights.safetensors")
     write_json(home / "model" / "spec.json", network.spec.to_json())
     tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
-    facts = {"classes": ["ant", "bee", "cat"], "tasks": tasks, "mean": [0.5], "std": [0.25], "notes": []}
+    facts = {
+        "method": "fedavg",
+        "classes": ["ant", "bee", "cat"],
+        "tasks": tasks,
+        "mean": [0.5],
+        "std": [0.25],
+        "notes": [],
+    }
     write_json(home / "model" / "serving.json", facts)
     before, store = mlflow.get_tracking_uri(), MlflowClient(f"sqlite:///{home}/mlflow.db")
     run = store.create_run(store.create_experiment("e", artifact_location=f"{home}/mlartifacts"))

@@ -59,7 +59,14 @@ def folder_of(path: Path, network: Network, router: Router | None, permutation: 
         trees.save(router.to_tree(), path / "router.safetensors")
     tasks = [{"name": f"task {t}", "permutation": permutation} for t in range(len(network.spec.tasks))]
     channels = count_channels(network.spec.shape)
-    facts = {"classes": CLASSES, "tasks": tasks, "mean": [0.5] * channels, "std": [0.25] * channels, "notes": []}
+    facts = {
+        "method": "fedavg",
+        "classes": CLASSES,
+        "tasks": tasks,
+        "mean": [0.5] * channels,
+        "std": [0.25] * channels,
+        "notes": [],
+    }
     write_json(path / "serving.json", facts)
     return path
 

@@ -339,7 +339,14 @@ def a_model(home: Path) -> Format:
     router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
     trees.save(router.to_tree(), home / "router.safetensors")
     tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
-    facts = {"classes": ["ant", "bee", "cat"], "tasks": tasks, "mean": [0.5], "std": [0.25], "notes": []}
+    facts = {
+        "method": "fedavg",
+        "classes": ["ant", "bee", "cat"],
+        "tasks": tasks,
+        "mean": [0.5],
+        "std": [0.25],
+        "notes": [],
+    }
     write_json(home / "serving.json", facts)
 
     def read(folder: Path) -> None:
@@ -375,6 +382,7 @@ def pictures(home: Path) -> Format:
         Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(home / f"x.{kind}", kind)
     spec = build_network(ModelSpec({"backbone": "mlp", "hidden": 2}, (1, 4, 4), "growing", ((0,),)), torch.Generator())
     model = ExportedModel.__new__(ExportedModel)
+    model.smaller = "resize"
     model.spec = spec.spec
 
     def read(folder: Path) -> None:

@@ -150,6 +150,7 @@ def peak() -> int:
 def model() -> ExportedModel:
     """One that has not been opened: only its shape is asked for."""
     model = ExportedModel.__new__(ExportedModel)
+    model.smaller = "resize"
     model.spec = ModelSpec({"backbone": "mlp"}, (1, 4, 4), "growing", ((0, 1),))
     return model
 
@@ -235,7 +236,7 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
         )
         write_json(tmp_path / "spec.json", (spec or made).to_json())
         tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
-        facts = {"classes": ["a", "b"], "tasks": tasks, "mean": [0.5], "std": [0.5], "notes": []}
+        facts = {"method": "fedavg", "classes": ["a", "b"], "tasks": tasks, "mean": [0.5], "std": [0.5], "notes": []}
         for name in ("router", "earlier"):
             if name in other:
                 trees.save(other.pop(name), tmp_path / f"{name}.safetensors")

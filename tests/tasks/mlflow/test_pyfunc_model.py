@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
     trees.save(router.to_tree(), tmp_path / "model" / "router.safetensors")
     facts = {
+        "method": "fedavg",
         "classes": ["ant", "bee", "cat"],
         "tasks": [{"name": f"task {t}", "permutation": None} for t in range(2)],
         "mean": [0.5],

@@ -406,7 +406,14 @@ def test_the_tracked_model_answers_like_the_network(
     trees.save(dict(network.state_dict()), folder / "weights.safetensors")
     write_json(folder / "spec.json", spec.to_json())
     tasks = [{"name": f"task {t}", "permutation": None} for t in range(2)]
-    facts = {"classes": ["ant", "bee", "cat"], "tasks": tasks, "mean": [0.5], "std": [0.25], "notes": []}
+    facts = {
+        "method": "fedavg",
+        "classes": ["ant", "bee", "cat"],
+        "tasks": tasks,
+        "mean": [0.5],
+        "std": [0.25],
+        "notes": [],
+    }
     write_json(folder / "serving.json", facts)
     router = Router((torch.eye(8)[:, :3], torch.eye(8)[:, 3:5]), torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool))
     if routed:
