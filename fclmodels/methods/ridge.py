@@ -3,8 +3,8 @@
 RanPAC (McDonnell et al. 2023) trains an adapter on the first task, then maps its features by a random matrix and a ReLU
 and fits a linear head by ridge regression. Here nothing is trained: after each task every client sends two sums, once,
 and the server solves one linear system (parts/closed_form_head.py). The head is that of ridge regression on all samples
-of all tasks in one place, to rounding, however they are split: nothing is forgotten, and order does not matter.
-Clients download nothing but the question.
+of all tasks in one place, to rounding, however clients share them: nothing is forgotten. For a given lambda tasks and
+their order do not matter either; `lambda: auto` is found on the last task. Clients download nothing but the question.
 
 In a round clients send the number 1 alone, so that `federation.rounds: 1` loses nothing. A client that is lost when the
 sums are asked for is missing in them. Any backbone serves, of images or texts, as it is drawn or from `model.weights`.

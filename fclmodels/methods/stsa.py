@@ -3,13 +3,14 @@
 Guan et al. (WWW 2026). The first task is FedAvg: of a bottleneck beside each layer's perceptron of a frozen transformer
 (AdaptFormer), or of a whole backbone (STSA's ResNet-18). From then on features are fixed, and after each task, the
 first too, every client sends sums of its random features, of which the server makes the head of all tasks
-(parts/closed_form_head.py): the same as from all samples in one place. After the first task clients send in a round the
-number 1 alone. `statistics: estimated` is STSA-E, whose server estimates the products from class sums of small groups
-(parts/estimated_products.py).
+(parts/closed_form_head.py): on these features the same as from all samples in one place. After the first task clients
+send in a round the number 1 alone. `statistics: estimated` is STSA-E, whose server estimates the products from class
+sums of small groups (parts/estimated_products.py), so that its head depends on who has which samples.
 
 Where we choose: lambda is found on held-out rows (the release has 10^6); the head is linear, while the release's
-predicts by cosine on the transformer, `head: cosine`; random features are drawn once by the run's seed; in STSA-E a
-group counts for the classes that it has, which makes the estimate unbiased. `profile: release` sets its values.
+predicts by cosine on the transformer, `cosine: true`; random features are drawn once by the run's seed; in STSA-E a
+group counts for the classes that it has, which makes the estimate unbiased. `profile: release` sets its values on the
+transformer; on a whole backbone, where the release's head is linear, it wants `cosine: false` beside it.
 """
 
 from typing import ClassVar, Literal
@@ -21,6 +22,7 @@ from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.prompt_adapters import AdaptFormer
 from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
@@ -69,6 +71,11 @@ class Stsa(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         network = self.choose_network(settings, run)
+        if settings.profile == "release" and settings.cosine and not isinstance(network, FrozenBackbone):
+            raise UserError(
+                "methods.stsa.profile: release predicts by cosine with an adapter; on a whole backbone its head is "
+                "linear. Set methods.stsa.cosine: false beside it."
+            )
         super().__init__(settings, network.run, network)
         self.head = HEADS[settings.statistics](
             settings, self.run, self.networks, self.load_network, self.compute_features, super().payload

@@ -62,11 +62,17 @@ def fit_ridge(gram: Tensor, cross: Tensor, ridge: float) -> LinearHead:
     """Return W = ((G + lambda I)^-1 A^T Y)^T from G = A^T A [F, F] and A^T Y [F, C]; the bias is 0.
 
     It minimises ||A W^T - Y||^2 + lambda ||W||^2 over all samples that the sums were made of; lambda is above 0 where
-    these do not span all features. A class without samples never answers.
+    these do not span all features. A class without samples never answers. Where rounding, or the fixed point of masks,
+    has left G with eigenvalues below 0 that lambda does not outweigh, they are set to 0.
     """
     gram, cross = gram.double(), cross.double()
-    damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    weight = torch.cholesky_solve(cross, torch.linalg.cholesky(damped)).T
+    root, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+    # Without eigenvalues below 0 no pivot is less than lambda.
+    if failed or (root.diagonal().square() < ridge / 2).any():
+        values, vectors = torch.linalg.eigh(gram)
+        weight = (vectors @ (vectors.T @ cross / (values.clamp(min=0) + ridge)[:, None])).T
+    else:
+        weight = torch.cholesky_solve(cross, root).T
     present = cross.any(0) if len(cross) else torch.zeros(cross.shape[1], dtype=torch.bool, device=cross.device)
     return _head(weight, torch.zeros_like(weight[:, 0]), present)
 
@@ -96,9 +102,9 @@ def choose_ridge(gram: Tensor, cross: Tensor, held_out: Mapping[str, Tensor]) ->
     """Return lambda of 10^-8, 10^-7 to 10^8 with which `fit_ridge` has the least squared error on held-out samples.
 
     The sums gram [F, F] and cross [F, C] are of the fitted samples; `held_out` holds those of the others, whose error
-    is tr(W G W^T) - 2 tr(W A^T Y) + n. None where there are no others.
+    is tr(W G W^T) - 2 tr(W A^T Y) + n. None where there are no others, or where these are all.
     """
-    if not held_out["gram"].any():
+    if not (gram.any() and held_out["gram"].any()):
         return None
     values, vectors = torch.linalg.eigh(gram.double())
     # In the basis of the eigenvectors W^T is (values + lambda)^-1 V^T A^T Y.

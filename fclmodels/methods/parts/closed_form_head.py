@@ -4,12 +4,14 @@ With phi = relu(P^T a) of features a that no later task changes, P [F, M] drawn 
 
     G_k = sum phi phi^T [M, M]   and   C_k = sum phi y^T [M, columns],   y one-hot,
 
-and the head is W = ((G + lambda I)^-1 C)^T, with G and C the sums over all clients and all tasks so far: the same, to
-rounding, however samples are split over clients and tasks. What the server holds is M^2 + M columns numbers.
+and the head is W = ((G + lambda I)^-1 C)^T, with G and C the sums over all clients and all tasks so far: for a given
+lambda the same, to rounding, however samples are split over clients and tasks; with `auto` however they are split over
+clients. What the server holds is M^2 + M columns numbers.
 
-`lambda: auto` (ours, after RanPAC's): each client sets a fifth of its samples apart and sends their sums by themselves;
-of 10^-8, 10^-7 to 10^8 the lambda is taken with which the ridge on the task's other samples has the least squared error
-on these, which is tr(W G W^T) - 2 tr(W C) and a constant. Then both are added up.
+`lambda: auto` (ours, after RanPAC's): sums of about a fifth of the samples, drawn by the run's seed and their place in
+the data set, whoever has them, travel by themselves; of 10^-8, 10^-7 to 10^8 the lambda is taken with which the ridge
+on the task's other samples has the least squared error on these, tr(W G W^T) - 2 tr(W C) and a constant. Then both are
+added up.
 
 Under noise a sample's phi is clipped at `federation.privacy.features` = B, and a client sends means in units of B^2 and
 B, no longer than sqrt(2) together. The noisy G is made symmetric, its eigenvalues below 0 are set to 0, and lambda
@@ -47,7 +49,7 @@ from fclmodels.numerics.prototypes import clip_rows
 from fclmodels.settings.base import Settings as BaseSettings
 
 FIT, VAL = "products", "held_out_products"
-VAL_SHARE = 5  # one of so many samples is set apart
+VAL_SHARE = 5  # one of so many samples, on average, is set apart
 PER_FEATURE = 10  # random features for each feature, where their number is not set
 PRODUCTS_BOUND = math.sqrt(2)  # of a sample's phi phi^T and phi y^T together, in units of B^2 and B
 
@@ -176,9 +178,12 @@ class ClosedFormHead:
         """Return a client's rows by part: all, or those that the head is fitted to and those set apart."""
         if self.settings.ridge != "auto":
             return {FIT: client.rows}
-        order = torch.randperm(len(client.rows), generator=client.generator("held-out")).numpy()
-        held_out = len(order) // VAL_SHARE
-        return {FIT: client.rows.take(np.sort(order[held_out:])), VAL: client.rows.take(np.sort(order[:held_out]))}
+        draws = torch.randint(VAL_SHARE, (len(self.run.splits.images),), generator=self.run.generator("held-out"))
+        is_held_out = draws.numpy()[client.rows.samples] == 0
+        return {
+            FIT: client.rows.take(np.flatnonzero(~is_held_out)),
+            VAL: client.rows.take(np.flatnonzero(is_held_out)),
+        }
 
     def iterate_features(
         self, rows: Rows, network: Network, task: int, projection: Tensor | None

@@ -1,6 +1,7 @@
 """Heads in closed form: the same as from all samples in one place, whatever the split; ridge and STSA."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ def test_lambda_is_the_one_with_the_least_error_on_held_out_samples() -> None:
             errors[ridge] = ((V @ W - np.eye(2)[v]) ** 2).sum()
         fitted, held_out = (sum_products(torch.tensor(Z), torch.tensor(of), 2) for Z, of in ((X, y), (V, v)))
         assert choose_ridge(**fitted, held_out=held_out) == min(errors, key=errors.__getitem__)
-    assert choose_ridge(**fitted, held_out={name: torch.zeros_like(t) for name, t in held_out.items()}) is None
+    nothing = {name: torch.zeros_like(t) for name, t in held_out.items()}
+    assert choose_ridge(**fitted, held_out=nothing) is None
+    assert choose_ridge(**nothing, held_out=held_out) is None
 
 
 def pool_features(method: Any, compute: Callable[[Tensor], Tensor]) -> tuple[np.ndarray, np.ndarray]:
@@ -115,6 +118,27 @@ def test_ridge_is_the_head_of_all_samples_in_one_place(
         method_of(Ridge, *BACKBONES[backbone], splits=method.run.splits, random_features=0, **{"lambda": 1})
     )
     np.testing.assert_allclose(plain.knowledge["head"]["weight"], solve_pooled(features, labels, 1.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("clients", [1, 3, 6])
+def test_any_split_over_clients_gives_one_lambda_and_one_head(
+    clients: int, method_of: Callable, client_of: Callable, splits_of: Callable, tmp_path: Path
+) -> None:
+    """At the defaults: the samples that are set apart are the same whoever has them."""
+    method = method_of(Ridge, *VIT, splits=splits_of(noise=200, train=12))
+    server, rows = method.start_task(method.setup(), 0), method.run.splits.select_rows(0, "train")
+    heads = []
+    for number in (1, clients):
+        owners = np.random.default_rng(number).integers(0, number, len(rows))
+        replies = Replies(list(range(number)), tmp_path / f"spool{number}")
+        for index in range(number):
+            client = replace(client_of(method, index), rows=rows.take(np.flatnonzero(owners == index)))
+            replies.add(index, method.exchanges["products"].reply(client, {})[0])
+        apart = replies.sum("held_out_products")["cross"].sum(), replies.sum("products")["cross"].sum()
+        assert 0 < apart[0] < apart[1]
+        heads.append(method.head.fit(server, replies).knowledge)
+    assert heads[0]["products"]["lambda"] == heads[1]["products"]["lambda"]
+    torch.testing.assert_close(heads[0]["head"]["weight"], heads[1]["head"]["weight"], atol=1e-5, rtol=1e-3)
 
 
 def test_rounds_and_partial_participation_change_nothing(method_of: Callable, federate: Callable) -> None:
@@ -269,6 +293,9 @@ def test_the_releases_values_are_a_profile(method_of: Callable, federate: Callab
     assert (method.settings.ridge, method.settings.random_features, method.settings.cosine) == (1e6, 30, True)
     head = method.fitted_head(server)
     torch.testing.assert_close(head.weight.norm(dim=1), torch.ones(2))
+    with pytest.raises(UserError, match=r"on a whole backbone its head is linear\. Set methods\.stsa\.cosine: false"):
+        method_of(Stsa, profile="release")
+    assert method_of(Stsa, profile="release", cosine=False).settings.ridge == 1e6
     with pytest.raises(UserError, match=r"stsa estimates products from single groups.*statistics: exact"):
         refuse_unfit_method(method_of(Stsa, "federation.privacy.noise_multiplier=1", statistics="estimated"))
 

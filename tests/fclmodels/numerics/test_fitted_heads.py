@@ -23,6 +23,7 @@ from fclmodels.numerics.fitted_heads import (
     sum_products,
     train_head,
 )
+from fclmodels.numerics.fixed_point import decode, encode
 
 
 def data(samples: int = 60, features: int = 5, classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,21 @@ def test_without_a_penalty_it_is_numpys_least_squares() -> None:
     np.testing.assert_allclose(
         fit_ridge(**sum_products(A, labels, 3), ridge=0.0).weight, expected, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("limit", [1e9, 1e12])
+def test_a_lambda_below_the_resolution_of_masks_is_no_crash(limit: float) -> None:
+    """Fewer samples than random features, whose gram fixed point leaves with eigenvalues below 0: as those at 0."""
+    A, labels = data(samples=40, features=120)
+    sums = {
+        name: decode(encode(total, limit, 10), torch.float64, limit, 10)
+        for name, total in sum_products(A.relu(), labels, 3).items()
+    }
+    values, vectors = np.linalg.eigh(sums["gram"].numpy())
+    assert values.min() < -1e-9
+    right = vectors @ np.diag(1 / (values.clip(0) + 1e-9)) @ vectors.T @ sums["cross"].numpy()
+    mine = fit_ridge(**sums, ridge=1e-9).weight.double()
+    np.testing.assert_allclose(mine.T.numpy(), right, atol=1e-3 * np.abs(right).max())
 
 
 def test_sums_over_clients_are_those_of_all_samples() -> None:
