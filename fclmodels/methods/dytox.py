@@ -62,6 +62,7 @@ from fclmodels.methods.parts.task_tokens import (
     get_convit,
     score_tokens,
 )
+from fclmodels.settings.schema import OptimizerSettings
 
 ENCODER = ("backbone.embed.", "backbone.layers.")
 
@@ -119,11 +120,10 @@ class Dytox(FedAvg):
 
     def start_task(self, server: Server, task: int) -> Server:
         started = anchor_to(super().start_task(server, task), server)
-        before = server.networks["tokens"]
         # A stream that goes on has tasks of which an earlier state has no tokens.
-        networks = {"tokens": {**self.auxiliaries.create_initial()["tokens"], **before}}
-        knowledge = {**started.knowledge, **({"anchor-tokens": before} if task else {})}
-        return replace(started, networks=networks, knowledge=knowledge)
+        tokens = {**self.auxiliaries.create_initial()["tokens"], **server.networks["tokens"]}
+        knowledge = {**started.knowledge, **({"anchor-tokens": tokens} if task else {})}
+        return replace(started, networks={"tokens": tokens}, knowledge=knowledge)
 
     def payload(self, server: Server) -> Payload:
         parts = {**super().payload(server), **anchor_payload(server)}
@@ -138,9 +138,12 @@ class Dytox(FedAvg):
         return self.aggregate(server, cohort.ask(self.tune, server))
 
     def own_model(self, server: Server) -> OwnModel:
+        """Return the network with the tokens of the tasks that it has heads for."""
+        classes = self.token_spec["classes"][: len(server.spec.head_labels)]
+        spec = {"model": server.spec.to_json(), **self.token_spec, "classes": classes}
         network = {f"network.{name}": tensor for name, tensor in server.weights.items()}
-        tokens = {f"tokens.{name}": tensor for name, tensor in server.networks["tokens"].items()}
-        return OwnModel({"model": server.spec.to_json(), **self.token_spec}, {**network, **tokens})
+        tokens = {f"tokens.{name}": server.networks["tokens"][name] for name in build_task_tokens(spec).state_dict()}
+        return OwnModel(spec, {**network, **tokens})
 
     @staticmethod
     def build_own_model(spec: Mapping[str, Any]) -> nn.Module:
@@ -213,16 +216,19 @@ class Dytox(FedAvg):
         convit.embed.eval()
         convit.layers.eval()
         tokens, auxiliary = training.networks["tokens"]
-        tuning = self.run.params.optimizer.model_copy(update={"lr": self.settings.tuning_lr})
-        training.networks["tokens"] = (tokens.requires_grad_(True), replace(auxiliary, optimizer=tuning))
+        training.networks["tokens"] = (tokens.requires_grad_(True), replace(auxiliary, optimizer=self.tuning))
         return self.report(training, payload, training.run())
 
     def optimisers(self, training: LocalTraining) -> list[ParameterGroup]:
         """Return tuning's learning rate for all parameters while a client tunes."""
         if training.part(Tuning) is None:
             return []
-        tuning = self.run.params.optimizer.model_copy(update={"lr": self.settings.tuning_lr})
-        return [ParameterGroup(list(training.parameters), tuning)]
+        return [ParameterGroup(list(training.parameters), self.tuning)]
+
+    @property
+    def tuning(self) -> OptimizerSettings:
+        """The optimiser of tuning, which is no round: its learning rate does not decay."""
+        return self.run.params.optimizer.model_copy(update={"lr": self.settings.tuning_lr, "lr_decay": 1.0})
 
 
 def compare_one_hot(logits: Tensor, labels: Tensor) -> Tensor:

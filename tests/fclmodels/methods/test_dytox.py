@@ -121,8 +121,8 @@ def test_a_task_trains_its_own_token_and_head_alone(dytox_of: Callable, after_ea
 
 
 def test_tuning_leaves_the_encoder(dytox_of: Callable, client_of: Callable, federate: Any) -> None:
-    """It moves old tokens and heads too, on as many exemplars of each class, and has a learning rate of its own."""
-    method = dytox_of(exemplars=4, tuning_lr=0.01)
+    """It moves old tokens and heads too, on as many exemplars of each class, and has a learning rate of its own, which stays."""
+    method = dytox_of("optimizer.lr_decay=0.5", exemplars=4, tuning_lr=0.01)
     ended = federate(method, 1)
     server, memory = method.start_task(ended, 1), {}
     for task, of in ((0, ended), (1, server)):
@@ -145,7 +145,16 @@ def test_tokens_of_first_tasks_do_not_depend_on_how_many_follow(dytox_of: Callab
     before, after = (method.auxiliaries.create_initial()["tokens"] for method in (two, three))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     grown = three.start_task(Server(two.setup().spec, two.setup().weights, 0, networks={"tokens": before}), 1)
-    assert grown.networks["tokens"].keys() == after.keys()
+    assert grown.networks["tokens"].keys() == grown.knowledge["anchor-tokens"].keys() == after.keys()
+
+
+def test_an_earlier_state_answers_on_a_longer_stream(dytox_of: Callable, federate: Any) -> None:
+    two, three = dytox_of(tasks=2), dytox_of(tasks=3)
+    server = federate(two, 1)
+    (batch,) = two.run.batches.iterate_ordered(two.run.splits.select_rows(0, "test"), 64)
+    with torch.no_grad():
+        logits = [method.predictor(server)(batch.inputs).logits for method in (two, three)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.slow

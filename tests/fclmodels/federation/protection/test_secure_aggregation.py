@@ -32,6 +32,11 @@ ON = "federation.secagg.on=true"
 SUMS = {  # settings with which a method needs sums only
     "fedprotip": ("methods.fedprotip.exchange=sketch", "methods.fedprotip.tip_reference=mean"),
     "stamp": ("methods.stamp.spatio=false",),
+    "glfc": ("methods.glfc.proxy=false",),
+    "lga": ("methods.lga.proxy=false",),
+    # Without the hinge: at its kink the encoding's rounding becomes a step of its own.
+    "podnet": ("methods.podnet.nca=release",),
+    "afc": ("methods.afc.nca=release",),
 }
 NAMED = ("fedavg", "fot", "fedprotip", "special", "pip-dualp")  # each with parts of its own kinds
 
