@@ -121,7 +121,7 @@ def test_a_task_trains_its_own_token_and_head_alone(dytox_of: Callable, after_ea
 
 
 def test_tuning_leaves_the_encoder(dytox_of: Callable, client_of: Callable, federate: Any) -> None:
-    """It moves old tokens and heads too, on as many exemplars of each class, and has a learning rate of its own, which stays."""
+    """It moves old tokens and heads too, on as many exemplars of each class, at a learning rate of its own."""
     method = dytox_of("optimizer.lr_decay=0.5", exemplars=4, tuning_lr=0.01)
     ended = federate(method, 1)
     server, memory = method.start_task(ended, 1), {}

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fclmodels.backbones.model.network import build_network
+from fclmodels.backbones.model.network import build_network, build_skeleton
 from fclmodels.backbones.model.prompt_adapters import adapt
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.prepare import prepare
@@ -192,6 +192,27 @@ def test_fedprotips_network_has_2048_features_and_a_frozen_head_a_task() -> None
     spec = ModelSpec(params.model.model_dump(mode="json"), (3, 32, 32), params.model.head, ((0, 1), (2, 3)))
     network = build_network(spec, torch.Generator())
     assert (network.backbone.features, len(network.heads)) == (2048, 2)
+
+
+@cache
+def count_parameters(model: str) -> float:
+    """In millions, with one head of 100 classes on images of 224 pixels."""
+    settings = json.loads(model)
+    with torch.device("meta"):
+        network = build_skeleton(ModelSpec(settings, (3, 224, 224), settings["head"], (tuple(range(100)),)))
+    return sum(p.numel() for p in network.parameters()) / 1e6
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("pip-") and name not in SMALL])
+def test_pips_rivals_have_a_resnet_18_of_table_1(name: str) -> None:
+    """Of 11.3 million parameters; no rival inherits a setting of the ViT-B/16, which has 86."""
+    models = {method: load(name, method=method).model for method in load(name).experiment.methods}
+    counts = {method: count_parameters(model.model_dump_json()) for method, model in models.items()}
+    resnets = {method for method, model in models.items() if model.backbone == "resnet18"}
+    assert resnets >= {"icarl", "glfc", "lga", "podnet", "dde-icarl"}
+    assert all(counts[method] == pytest.approx(11.3, abs=0.1) for method in resnets)
+    assert counts["dytox"] < 12
+    assert max(counts.values()) < 100
 
 
 @pytest.mark.parametrize(
