@@ -25,6 +25,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
 from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -33,6 +34,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.coreset_memory import EMBED
 from fclmodels.methods.parts.proxy_classifier import (
     FEATURES,
+    NOISE,
     PROXIES,
     ClassifierSettings,
     Outputs,
@@ -76,6 +78,10 @@ class Afc(Rehearsed):
 
     def auxiliary_networks(self) -> list[Auxiliary]:
         return [declare_proxies(self.run, self.settings.proxies)]
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return NOISE
 
     # On the server.
 

@@ -27,6 +27,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
 from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.protection.reply_checks import LEAST_WEIGHT
 from fclmodels.federation.run_context import Run
@@ -67,6 +68,10 @@ class Bic(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.fit = self.declare(Exchange("fit", self.fit_payload, self.answer_fit, self.fit_form))
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return Obstacle("weighs corrections by validation sets, which not every client has", "Use ss-il or icarl")
 
     # On the server.
 

@@ -26,6 +26,7 @@ from fclmodels.data.batches import Batch
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Form
 from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
@@ -68,6 +69,10 @@ class DdeIcarl(Rehearsed):
         alpha: float = Field(0.5, ge=0, le=1, description="share of the features' direction that answers leave out")
 
     settings: Settings
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return Obstacle("needs the direction of training's features, which has no bound", "Use icarl")
 
     # On the server.
 

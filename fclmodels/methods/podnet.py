@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 from fclmodels.data.batches import Batch
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Exchange
+from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -25,6 +26,7 @@ from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.proxy_classifier import (
     FEATURES,
+    NOISE,
     ClassifierSettings,
     Outputs,
     ProxyClassifier,
@@ -59,6 +61,10 @@ class Podnet(Rehearsed):
 
     def auxiliary_networks(self) -> list[Auxiliary]:
         return [declare_proxies(self.run, self.settings.proxies)]
+
+    @property
+    def obstacle_to_noise(self) -> Obstacle | None:
+        return NOISE
 
     # On the server.
 

@@ -30,6 +30,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
 from fclmodels.federation.messages import Payload, make_outline
+from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import Prediction, Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -45,6 +46,7 @@ from fclmodels.numerics.prototypes import Moments, fit_gaussians
 
 PROXIES = "proxies"
 FEATURES = "features"
+NOISE = Obstacle("draws proxies from single classes' variances, which noise would drown", "Use icarl or fedproto")
 CLAMP = 5.0  # of each gradient (the release's)
 Outputs = dict[str, Tensor]
 Compare = Callable[[Outputs, Outputs], Tensor]
