@@ -39,10 +39,11 @@ TIMES = {  # of an exchange, by its number
     "in each round": pl.col("round") >= 0,
     "after a task": pl.col("round").is_between(-BEFORE_ROUNDS, -1),
 }
+ONCE = "in the first task alone"  # parts that no later one has
 WAYS = {
     f"{verb} {time}": (direction, time)
     for verb, direction in (("sends", "up"), ("receives", "down"))
-    for time in ("in each round", "after a task", "before a task")
+    for time in ("in each round", "after a task", "before a task", ONCE)
 }
 MOST_LETTERS = 240  # of a method's own text that a terminal shows
 
@@ -96,9 +97,14 @@ def _measure_traffic(kind: Any, settings: Path, splits: Splits, home: Path) -> M
     folder = home / kind.name / "run"
     with Experiment(params, kind.name, 0, splits, home / kind.name) as experiment:
         experiment.run(folder)
-    ledger = pl.read_parquet(folder / "ledger.parquet").filter(pl.col("task") == 1)
+    whole = pl.read_parquet(folder / "ledger.parquet")
+    first, ledger = whole.filter(pl.col("task") == 0), whole.filter(pl.col("task") == 1)
+    first = first.join(ledger, on=["direction", "part"], how="anti")
     model = (folder / "model" / "weights.safetensors").stat().st_size
-    ways = {way: ledger.filter(TIMES[time], direction=direction) for way, (direction, time) in WAYS.items()}
+    ways = {
+        way: (first if time == ONCE else ledger.filter(TIMES[time])).filter(direction=direction)
+        for way, (direction, time) in WAYS.items()
+    }
     ways["keeps"] = ledger.filter(direction="kept").group_by("client", "part", maintain_order=True).last()
     traffic = {way: _list_parts(rows, model) for way, rows in ways.items()}
     predicts = (folder / "confusion.parquet").exists()

@@ -151,6 +151,11 @@ class SharedBuffer:
         """Return the tree of that size; its tensors are views, which the next write changes."""
         return _read(self._map_file(size), size)
 
+    def empty(self) -> None:
+        """Give the memory back; nobody may read what was written before."""
+        self._map = None
+        os.ftruncate(self.descriptor, 0)
+
     def _map_file(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
             if os.fstat(self.descriptor).st_size < size:

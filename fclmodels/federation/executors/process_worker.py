@@ -84,11 +84,13 @@ def main(control: int, payload: int, replies: int) -> None:
         for line in lines:
             message = json.loads(line)
             if "set_up" in message:
-                method, job, waits = None, None, False  # the last run's memory is free before the next one's is taken
+                method, job, waits = None, None, False
+                shared, buffer = SharedBuffer(payload), SharedBuffer(replies)
+                glibc_malloc.return_freed_memory()
                 machine.forget_peak_memory()
-                set_up = message["set_up"]
-                torch.set_num_threads(set_up["threads"])
-                method = build_method(set_up, Path(set_up["params"]), Path(set_up["splits"]))
+                if set_up := message["set_up"]:  # else a run has ended
+                    torch.set_num_threads(set_up["threads"])
+                    method = build_method(set_up, Path(set_up["params"]), Path(set_up["splits"]))
             elif "job" in message:
                 assert method is not None
                 job = convert_tree_to_job(shared.read(message["job"])).to(method.run.device)

@@ -106,6 +106,9 @@ class Processes:
 
     def close(self) -> None:
         if self._shared:
+            for worker in self._workers:
+                worker.forget()
+            self._shared.payload.empty()
             self._shared.idle += self._workers
             self._workers = []
         self._stop_workers()
@@ -154,6 +157,11 @@ class Worker:
         """Send the process the facts of a run."""
         self._set_up = facts
         self.send({"set_up": facts})
+
+    def forget(self) -> None:
+        """Let the process free what it has of its run."""
+        self.send({"set_up": None})
+        self._reply.empty()
 
     def start(self) -> None:
         """Start the process again, for the same run."""

@@ -34,12 +34,17 @@ if TYPE_CHECKING:
     from fclmodels.federation.method import Method
 
 
+def sends_update(method: "Method", task: int) -> bool:
+    """Return whether clients of a task send an update of the model."""
+    return {"update", "weight"} <= method.exchanges[TRAIN].form(task, 0).keys()
+
+
 class ClientModels(Monitor):
     """The accuracy of each client's model on its own test rows, and on everyone's."""
 
     def __init__(self, method: "Method", task: int, log: Log) -> None:
         refuse_personal(method, "client_models", "model")
-        if not {"update", "weight"} <= method.exchanges[TRAIN].form(task, 0).keys():
+        if not sends_update(method, 0):
             raise UserError(
                 f"monitors.client_models: clients of {method.name} send no update of the model. Set it to false."
             )
@@ -48,7 +53,7 @@ class ClientModels(Monitor):
 
     def look(self, before: "Position", after: "Position") -> None:
         method = self.method
-        if after.round < method.run.rounds(self.task):
+        if after.round < method.run.rounds(self.task) or not sends_update(method, self.task):
             return
         learned, everyone = range(self.task + 1), method.participants(self.task)
         shared = [method.run.splits.select_test_rows(task) for task in learned]

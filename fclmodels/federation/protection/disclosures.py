@@ -40,10 +40,11 @@ DISCLOSURES: dict[Kind, Disclosure] = {
 
 
 def list_declared_parts(method: "Method") -> Iterator[tuple[str, Part]]:
-    """Yield each part, by name, that a method's clients send in the last round of the last task and after it."""
-    task = len(method.run.splits.tasks) - 1
-    for exchange in method.exchanges.values():
-        yield from exchange.form(task, method.run.rounds(task) - 1).items()
+    """Yield each part, by name, that a method's clients send in the first or the last task, at its begin or its end."""
+    for task in sorted({0, len(method.run.splits.tasks) - 1}):
+        for round in sorted({0, 1, method.run.rounds(task) - 1} & set(range(method.run.rounds(task)))):
+            for exchange in method.exchanges.values():
+                yield from exchange.form(task, round).items()
 
 
 def find_part_without_sum(method: "Method") -> tuple[str, Part] | None:

@@ -146,7 +146,7 @@ class FrozenBackbone(TrainedNetwork):
     def shows_prepared_samples(self) -> bool:
         """Return whether a client's network gets every sample as it was prepared, in each epoch and task."""
         changed = self.run.params.augment != AugmentSettings() or self.run.params.federation.attack.kind == "backdoor"
-        return not changed and all(t.permutation is None for t in self.run.splits.tasks)
+        return not changed and all(t.permutation is None and t.mean is None for t in self.run.splits.tasks)
 
     @cached_property
     def queries(self) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Batches: every row once, normalised, permuted by its own task, and from keyed randomness alone."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_tasks_mixed_in_a_batch_keep_their_permutations(splits_of: Callable[...,
 
 
 def test_tasks_mixed_in_a_batch_are_normalised_each_by_its_own_mean_and_std(splits_of: Callable[..., Splits]) -> None:
-    splits = splits_of(tasks=2, shape=(2, 5, 4))
+    splits = copy(splits_of(tasks=2, shape=(2, 5, 4)))
     own = [((0.1, 0.2), (0.3, 0.4)), ((0.5, 0.6), (0.7, 0.8))]
     splits.tasks = tuple(replace(t, mean=mean, std=std) for t, (mean, std) in zip(splits.tasks, own, strict=True))
     rows = Rows.concatenate([splits.select_rows(task, "train") for task in (1, 0)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fclmodels import machine
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
@@ -120,6 +121,29 @@ def test_runs_one_after_another_may_share_their_workers(
         assert len(pids()) == 2
         assert min(waiting) in pids()
     assert remains(tmp_path / "run") == remains(tmp_path / "again") == serially
+
+
+@pytest.mark.slow
+def test_a_shared_worker_gives_back_what_a_large_run_took(
+    splits_of: Callable[..., Splits], experiment_of: MakeExperiment, tmp_path: Path
+) -> None:
+    """Before the next run begins; the next run's peak is its own."""
+
+    def run(name: str, hidden: int) -> int:
+        splits = splits_of(shape=(3, 32, 32))
+        with experiment_of(*workers(1), f"model.hidden={hidden}", "federation.rounds=1", splits=splits) as experiment:
+            experiment.run(tmp_path / name)
+            return experiment.executor.read_peak_memory()
+
+    with share_workers():
+        alone = run("alone", 8)
+    with share_workers():
+        large = run("large", 3000)
+        (worker,) = pids()
+        idle = min(machine.read_status("VmRSS", worker) or 0 for _ in range(20) if time.sleep(0.1) is None)
+        after = run("after", 8)
+    assert large > alone + 4 * 3072 * 3000  # at least the first layer
+    assert max(idle, after) < 1.15 * alone
 
 
 @pytest.mark.slow

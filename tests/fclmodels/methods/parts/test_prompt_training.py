@@ -1,6 +1,7 @@
 """Methods on a frozen backbone, such as Fed-L2P and Fed-DualP: what is trained, what travels, what a client counts."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -221,6 +222,16 @@ def test_layers_below_the_first_with_something_attached_are_kept_and_change_noth
     anew.run(tmp_path / "anew")
     mine, theirs = (trees.load(tmp_path / name / "model" / "weights.safetensors") for name in ("kept", "anew"))
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
+
+
+def test_nothing_is_kept_where_tasks_are_normalised_each_by_its_own_mean_and_std(
+    experiment_of: Callable, splits_of: Callable
+) -> None:
+    splits = copy(splits_of())
+    splits.tasks = tuple(replace(task, mean=(0.1 * task.index,), std=(0.2,)) for task in splits.tasks)
+    network = experiment_of(*VIT, "methods.lora.layers=[1]", method="lora", splits=splits).method.network
+    assert network.queries is None
+    assert network.below is None
 
 
 def test_tokens_that_take_too_much_room_are_not_kept(experiment_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
