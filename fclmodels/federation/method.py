@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits.split_reader import Rows
 from fclmodels.errors import UserError
@@ -30,7 +30,6 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary, AuxiliaryNetworks
 from fclmodels.federation.training.local_training import LocalTraining, ParameterGroup
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.storage.trees import Tree
 

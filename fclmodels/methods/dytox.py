@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, one_hot
 
 from fclmodels.backbones.layers.norms import SharedPolicy
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
@@ -43,7 +43,6 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining, ParameterGroup
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.exemplar_memory import (

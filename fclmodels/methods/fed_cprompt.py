@@ -22,12 +22,11 @@ from torch import Tensor
 
 from fclmodels.backbones.adapters.adapted import PROMPTS
 from fclmodels.backbones.adapters.coda_prompts import CodaVit
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.parts.task_adapters import AdapterTraining
 
 NEAR, FAR, LEAST = 1000.0, 10.0, 1.0  # of the release

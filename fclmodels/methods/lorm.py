@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fclmodels.backbones.adapters.low_rank import LowRank, Target, name_factor
-from fclmodels.backbones.model.network import FROZEN, Network
+from fclmodels.backbones.model.network import FROZEN, Network, NetworkCache
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -39,7 +39,6 @@ from fclmodels.federation.prediction import Predictor
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE, get_backbone
 from fclmodels.methods.parts.input_grams import Grams, sum_inputs
 from fclmodels.methods.parts.task_adapters import AdapterTraining

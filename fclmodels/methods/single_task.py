@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.layers.norms import FromScratch
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.federation.prediction import Columns, Prediction, Predictor
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 
 

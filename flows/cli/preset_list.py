@@ -28,9 +28,13 @@ def load_presets() -> list[tuple[PresetSettings, ExperimentSettings]]:
 
 
 def summarize_preset(preset: PresetSettings, experiment: ExperimentSettings) -> dict[str, Any]:
-    """Return a row of at most 80 columns: needs, and the paper's first figure of its own method, which comes last."""
+    """Return a row of at most 80 columns: needs, and the paper's first figure of its own method.
+
+    That is the last one in whose family's name the preset's begins: pip-dualp in pip-digits.
+    """
     needs = ", ".join(need.partition(" as ")[0] for need in preset.needs)
-    figures = [(m, table) for m in reversed(experiment.methods) for table in preset.figures if m in table.rows]
+    own = [m for m in reversed(experiment.methods) if m.partition("-")[0] == (preset.name or "").partition("-")[0]]
+    figures = [(m, table) for m in own for table in preset.figures if m in table.rows]
     figure = ""
     if figures:
         method, table = figures[0]

@@ -213,7 +213,13 @@ class Forks:
     def __init__(self, script: Path, params: Path, root: Path) -> None:
         self.params, self.root = params, root
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            # With toys/ first, whose sitecustomize is found before the one of Debian's Python.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     def begin(

@@ -325,7 +325,7 @@ def test_explain_of_a_plugin_is_what_its_block_may_hold():
 @pytest.mark.parametrize(
     ("name", "paths"),
     [
-        ("lr", ["optimizer.lr"]),
+        ("lr", ["optimizer.lr", "methods.ccvr.lr"]),
         ("device", ["device"]),
         ("late_rounds", ["federation.faults.late_rounds"]),
         ("mu", ["methods.fedprox.mu", "methods.prox-anchor.mu"]),

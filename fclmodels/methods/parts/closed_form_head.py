@@ -30,7 +30,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.backbones.model.spec import ModelSpec, to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits.split_reader import Rows
@@ -42,7 +42,6 @@ from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE
 from fclmodels.numerics.fitted_heads import choose_ridge, fit_ridge, project_positive, sum_products
 from fclmodels.numerics.prototypes import clip_rows

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fclmodels.backbones.layers.norms import SharedPolicy
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.numerics.distillation import distillation_loss

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fclmodels.backbones.model.network import NetworkCache
 from fclmodels.backbones.model.prompt_adapters import shrink_prompts
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.federation.client import Client
@@ -23,7 +24,6 @@ from fclmodels.federation.exchange import Answer, Exchange, Form
 from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
 from fclmodels.methods.parts.trained_network import Weights
 from fclmodels.numerics.fitted_heads import fit_discriminant, sum_drift, sum_products

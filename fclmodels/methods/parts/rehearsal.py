@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fclmodels.backbones.layers.norms import SharedPolicy
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.backbones.model.spec import ModelSpec, get_task_columns, to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
@@ -36,7 +36,6 @@ from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.coreset_memory import embed

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fclmodels.backbones.model.network import NetworkCache
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Answer
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.flwf_2t import Flwf2T
 from fclmodels.methods.parts.distillation import Teachers

@@ -12,10 +12,10 @@ from numpy.testing import assert_allclose
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
+from fclmodels.backbones.model.network import NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.federation.prediction import predict_by_heads
 from fclmodels.federation.server import Server
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.lwf import Lwf
 from fclmodels.methods.parts.distillation import Teachers

@@ -84,7 +84,7 @@ def test_the_shell_completes_commands_and_methods() -> None:
         text=True,
         check=False,
     )
-    assert end.stdout.split() == ["fedprotip", "fedprox"]
+    assert end.stdout.split() == ["fedprotip", "fedproto", "fedprox"]
 
 
 @pytest.mark.parametrize("command", [["--help"], ["list", "methods"], ["run", "-m", "x"]])

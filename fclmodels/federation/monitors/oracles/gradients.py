@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.backbones.model.heads import shrink_heads
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.backbones.model.prompt_adapters import shrink_prompts
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
@@ -36,7 +36,6 @@ from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.rows import Monitor
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.network_cache import NetworkCache
 
 if TYPE_CHECKING:
     from fclmodels.federation.engine.rounds import Position

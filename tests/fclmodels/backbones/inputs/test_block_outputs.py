@@ -17,6 +17,7 @@ SETTINGS = {
     "resnet18": {"width": 2, "stem": "cifar"},
     "alexnet": {},
     "vit": {"patch": 8, "width": 8, "depth": 2, "attention_heads": 2, "mlp_width": 9},
+    "convit": {"patch": 8, "width": 8, "depth": 2, "attention_heads": 2},
     "swin_t": {},
     "transformer": {},
 }

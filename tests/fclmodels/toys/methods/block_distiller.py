@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fclmodels.backbones.inputs.block_outputs import capture_block_outputs
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining, ParameterGroup
-from fclmodels.federation.training.network_cache import NetworkCache
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.settings.schema import OptimizerSettings
 
