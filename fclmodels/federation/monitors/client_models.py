@@ -4,7 +4,8 @@ A client's own model is what its training makes of the server's model before tha
 monitor lets each client of the task train once more from there, with the same random numbers, memory and settings, and
 evaluates the result with no task given (or with it, where each task has its own head), mean over the tasks so far:
 
-    local_accuracy     on the client's own test rows (those that clients share count as its own), mean over clients
+    local_accuracy     on the client's own test rows (those that clients share count as its own), mean over clients that
+                       have some
     global_accuracy    on the test rows of all clients, mean over clients
 
 The server's model has one accuracy for both: `accuracy`, or ACC. A large gap says that clients' models serve their
@@ -61,9 +62,11 @@ class ClientModels(Monitor):
         for client in everyone:
             model = self._train_again(before, client)
             own = [method.run.splits.select_test_rows(task, client) for task in learned]
-            local.append(self._evaluate(model, own))
+            if any(map(len, own)):
+                local.append(self._evaluate(model, own))
             everyones.append(self._evaluate(model, shared))
-        self.note("local_accuracy", sum(local) / len(local), before.round)
+        if local:
+            self.note("local_accuracy", sum(local) / len(local), before.round)
         self.note("global_accuracy", sum(everyones) / len(everyones), before.round)
 
     def _train_again(self, before: "Position", index: int) -> Server:

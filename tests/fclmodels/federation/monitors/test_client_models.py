@@ -1,8 +1,10 @@
 """Local and global accuracy of clients' models, against those that the clients sent, evaluated by themselves."""
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -87,6 +89,18 @@ def test_where_there_is_one_client_all_three_accuracies_are_one(
     values = values_in(tmp_path / "run")
     for task in range(2):
         assert values["local_accuracy", task] == values["global_accuracy", task] == values["accuracy", task]
+
+
+def test_a_client_without_test_rows_has_no_local_accuracy(
+    experiment_of: Callable[..., Experiment], splits_of: Callable[..., Splits], tmp_path: Path
+) -> None:
+    splits = copy(splits_of(clients=3, test=6))
+    rows, nothing = splits.select_test_rows, np.arange(0)
+    splits.select_test_rows = lambda task, client=None: (  # type: ignore[method-assign]
+        rows(task, client).take(nothing) if client == 2 else rows(task, client)
+    )
+    experiment_of(*ON, splits=splits).run(tmp_path / "run")
+    assert ("local_accuracy", 1) in values_in(tmp_path / "run")
 
 
 def test_it_changes_no_bit(experiment_of: Callable[..., Experiment], tmp_path: Path) -> None:
