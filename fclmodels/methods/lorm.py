@@ -28,7 +28,6 @@ from torch import Tensor
 
 from fclmodels.backbones.adapters.low_rank import LowRank, Target, name_factor
 from fclmodels.backbones.model.network import FROZEN, Network, NetworkCache
-from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.replies import Replies
@@ -43,6 +42,7 @@ from fclmodels.methods.parts.frozen_backbone import AT_ONCE, get_backbone
 from fclmodels.methods.parts.input_grams import Grams, sum_inputs
 from fclmodels.methods.parts.task_adapters import AdapterTraining
 from fclmodels.methods.parts.trained_network import Weights
+from fclmodels.methods.parts.whole_answers import refuse_late_answers, refuse_server_lr
 from fclmodels.numerics.regression_mean import damp, multiply, sandwich, solve
 
 HEAD = "heads."
@@ -63,7 +63,7 @@ class Lorm(AdapterTraining):
         targets: tuple[Target, ...] = Field(
             ("attention-in", "output", "perceptron-in", "perceptron-out"),
             min_length=1,
-            description="the maps that change; attention-in: queries, keys and values of a vit as one",
+            description="the maps that change; attention-in: queries, keys and values, of a vit as one map",
         )
         share: float = Field(0.0, ge=0, le=1, description="a, factor on off-diagonal numbers of G; 0: d numbers travel")
         head_share: float = Field(0.5, ge=0, le=1, description="a of the head's G")
@@ -72,12 +72,8 @@ class Lorm(AdapterTraining):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if run.params.federation.server_lr != 1:
-            raise UserError("federation.server_lr: lorm solves for what clients learned, whole. Use 1.")
-        if run.params.federation.faults.late:
-            raise UserError(
-                "federation.faults.late: lorm trains one factor a round, and a late answer is about the other. Use 0."
-            )
+        refuse_server_lr(run, "lorm solves for what clients learned, whole")
+        refuse_late_answers(run, "lorm trains one factor a round, and a late answer is about the other")
         self.observed = NetworkCache(self.run.device, self.prepare_network)
         self.ask_grams = self.declare(Exchange("grams", self.payload, self.answer, self.grams_form))
 

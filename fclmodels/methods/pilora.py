@@ -34,10 +34,12 @@ from fclmodels.federation.exchange import Form
 from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import FittedHead
+from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining, ParameterGroup
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE
 from fclmodels.methods.parts.task_adapters import AdapterTraining
+from fclmodels.methods.parts.whole_answers import refuse_late_answers, refuse_server_lr
 from fclmodels.numerics.low_rank_overlap import measure_overlap
 from fclmodels.numerics.prototypes import moments
 
@@ -66,6 +68,11 @@ class PiLora(AdapterTraining):
         )
 
     settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        refuse_server_lr(run, "pilora sets centres to the weighted mean of the clients', whole")
+        refuse_late_answers(run, "pilora weighs the centres of a round against each other")
 
     @property
     def obstacle_to_sums(self) -> Obstacle | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fclmodels.backbones.inputs.layer_capture import Layer, find_layers
 from fclmodels.backbones.layers.norms import SharedPolicy
-from fclmodels.errors import UserError
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import Form
 from fclmodels.federation.messages import Payload, make_outline
@@ -30,6 +29,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.input_grams import sum_inputs
+from fclmodels.methods.parts.whole_answers import refuse_server_lr
 from fclmodels.numerics.regression_mean import damp, multiply, solve
 
 BATCH = 64  # samples whose patches are in memory at a time
@@ -52,8 +52,7 @@ class RegMean(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if run.params.federation.server_lr != 1:
-            raise UserError("federation.server_lr: regmean solves for what clients learned, whole. Use 1.")
+        refuse_server_lr(run, "regmean solves for what clients learned, whole")
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:

@@ -7,9 +7,9 @@ the diagonal alone is given, [d], stands for a diagonal matrix. All in double pr
 import torch
 from torch import Tensor
 
-# Of the largest eigenvalue: below lies the rounding of float32, in directions that no input has, such as (1, .., 1)
-# after a layer norm.
-ROUNDING = 1e-12
+# Of the largest eigenvalue: far below lies the fixed point of masked sums (some 1e-9 a number), and the rounding of
+# float32, in directions that no input has, such as (1, .., 1) after a layer norm.
+LEAST = 1e-6
 
 
 def damp(gram: Tensor, share: float) -> Tensor:
@@ -25,10 +25,10 @@ def multiply(weight: Tensor, gram: Tensor) -> Tensor:
 
 
 def solve(products: Tensor, gram: Tensor) -> Tensor:
-    """Return P G^+, for G [d, d] or its diagonal [d]: 0 along directions that no input has."""
+    """Return P G^+, for G [d, d] or its diagonal [d]: 0 along directions that hardly an input has, by LEAST."""
     if gram.ndim == 1:
-        return products * torch.where(gram > 0, 1 / gram, torch.zeros_like(gram))
-    return products @ torch.linalg.pinv(gram, rtol=ROUNDING, hermitian=True)
+        return products * torch.where(gram > LEAST * gram.max(), 1 / gram, torch.zeros_like(gram))
+    return products @ torch.linalg.pinv(gram, rtol=LEAST, hermitian=True)
 
 
 def sandwich(A: Tensor, gram: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ from fclmodels.data.prepare import prepare
 from fclmodels.data.splits.make_splits import write_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
+from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.run_context import Run
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.scr import Scr
 from fclmodels.plugins import find
+from fclmodels.storage import trees
 
 FILLERS = ("a", "the", "film", "plot", "was", "is", ",")
 LEARNING = ("optimizer.kind=adamw", "optimizer.lr=0.003", "federation.local_epochs=4", "federation.batch_size=10")
@@ -104,6 +106,19 @@ def test_closed_forms_answer_texts(toys, experiment_of, encoder, tmp_path, metho
     learning = (*LEARNING, *chosen_model(encoder), "federation.rounds=4")
     experiment_of(*learning, method=method, splits=toys("own")).run(tmp_path / "run")
     assert min(accuracies(tmp_path / "run").values()) > {"ridge": 0.6, "stsa": 0.8}[method]
+
+
+@pytest.mark.parametrize("method", ["o-lora", "inflora", "lorm", "pilora"])
+def test_low_rank_factors_learn_texts_at_their_defaults(toys, params_of, encoder, tmp_path, method):
+    """Two rounds, in which LoRM trains B, then A; what is served has changed maps."""
+    params = params_of(*chosen_model(encoder), "federation.batch_size=20", "optimizer.lr=0.01")
+    with Experiment(params, method, 0, toys("own"), tmp_path / "home") as experiment:
+        experiment.run(tmp_path / "run")
+        frozen = experiment.method.network.frozen.state_dict()
+    served = trees.load(tmp_path / "run" / "model" / "weights.safetensors")
+    changed = {name for name, w in frozen.items() if not torch.equal(served[f"backbone.{name}"], w)}
+    assert any("attention" in name for name in changed)
+    assert set(accuracies(tmp_path / "run")) == {0, 1}
 
 
 def test_a_run_comes_out_the_same_again_with_dropout(toys, experiment_of, encoder, tmp_path):

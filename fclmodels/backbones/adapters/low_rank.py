@@ -29,7 +29,8 @@ TEXT_NAMES: dict[Target, str] = {
     "perceptron-in": r"(intermediate\.dense|ffn\.lin1)$",
     "perceptron-out": r"(?<!attention\.)(output\.dense|ffn\.lin2)$",
 }
-VIT_ROWS: dict[Target, int] = {"query": 0, "key": 1, "value": 2}  # thirds of in_proj
+ATTENTION: list[Target] = ["query", "key", "value"]
+VIT_ROWS: dict[Target, int] = {target: third for third, target in enumerate(ATTENTION)}  # thirds of in_proj
 VIT_NAMES: dict[Target, str] = {
     "output": "self_attention.out_proj",
     "perceptron-in": "mlp.0",
@@ -64,7 +65,7 @@ class LowRank(Adapted):
         targets: tuple[Target, ...] = Field(
             ("query", "value"),
             min_length=1,
-            description="the maps that change; attention-in: queries, keys and values of a vit as one",
+            description="the maps that change; attention-in: queries, keys and values, of a vit as one map",
         )
         layers: tuple[NonNegativeInt, ...] | None = Field(None, description="layers, from 0, in which; null: all")
 
@@ -142,12 +143,29 @@ def find_maps(frozen: FeatureNet, settings: LowRank.Settings) -> Iterator[Linear
             "model.backbone: prompts and LoRA attach to layers of a transformer. Use model.backbone: vit. For texts: "
             "transformer."
         )
-    for layer in range(len(layers)) if settings.layers is None else settings.layers:
+    chosen = range(len(layers)) if settings.layers is None else settings.layers
+    for place, layer in enumerate(chosen):
         if layer >= len(layers):
             raise UserError(f"layers: there is no layer {layer}, this network has 0 to {len(layers) - 1}.")
-        if missing := [target for target in settings.targets if target not in layers[layer]]:
-            raise UserError(f"targets: layer {layer} has no {missing[0]}. Use some of {', '.join(layers[layer])}.")
-        yield from (layers[layer][target] for target in settings.targets)
+        if layer in chosen[:place]:
+            raise UserError(f"layers: layer {layer} is named twice. Name it once.")
+        yield from _choose_maps(layers[layer], layer, settings.targets)
+
+
+def _choose_maps(maps: dict[Target, LinearMap], layer: int, targets: tuple[Target, ...]) -> list[LinearMap]:
+    """Return a layer's maps of these targets, of which no two share rows."""
+    names: list[Target] = []
+    for target in targets:
+        names += ATTENTION if target == "attention-in" and target not in maps else [target]
+    if missing := [name for name in names if name not in maps]:
+        raise UserError(f"targets: layer {layer} has no {missing[0]}. Use some of {', '.join(maps)}.")
+    used: set[tuple[str, int]] = set()
+    for name in names:
+        rows = {(maps[name].layer, row) for row in range(maps[name].start, maps[name].start + maps[name].out)}
+        if rows & used:
+            raise UserError(f"targets: {name} is named twice, or is a part of attention-in. Name each map once.")
+        used |= rows
+    return [maps[name] for name in names]
 
 
 def _list_layers(frozen: FeatureNet) -> list[dict[Target, LinearMap]]:

@@ -21,6 +21,7 @@ from fclmodels.methods.parts.trained_network import Weights
 from fclmodels.settings.base import Settings as BaseSettings
 
 BACKBONE = "backbone."
+OWN = "own-fixed"  # the part with the task's own tensors that do not train
 
 
 class TaskAdapter(FrozenBackbone):
@@ -63,18 +64,19 @@ class AdapterTraining(FedAvg):
         return self.network.advice()
 
     def payload(self, server: Server) -> Payload:
-        """Return the weights; those that stay the same during the task in a part of their own."""
+        """Return the weights; those that stay the same during the task in two parts: other tasks', and its own."""
         payload = super().payload(server)
         weights = payload["weights"].tensors
         fixed = {name: tensor for name, tensor in weights.items() if self.network.is_fixed(name, server.task)}
-        if not fixed:
-            return payload
+        own = {name: tensor for name, tensor in fixed.items() if name.startswith(f"{PROMPTS}.{server.task}.")}
+        parts = {"fixed": {name: tensor for name, tensor in fixed.items() if name not in own}, OWN: own}
         moving = {name: tensor for name, tensor in weights.items() if name not in fixed}
-        return {**payload, "weights": Part("weights", moving), "fixed": Part("weights", fixed, once=True)}
+        once = {name: Part("weights", tensors, once=True) for name, tensors in parts.items() if tensors}
+        return {**payload, "weights": Part("weights", moving), **once}
 
     def client_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
-        fixed = payload["fixed"].tensors if "fixed" in payload else {}
-        return {**fixed, **super().client_weights(client, payload)}
+        fixed = [payload[name].tensors for name in ("fixed", OWN) if name in payload]
+        return {name: w for tensors in (*fixed, super().client_weights(client, payload)) for name, w in tensors.items()}
 
     def serve(self, server: Server) -> Server:
         """Return the model that answers; low-rank factors are merged, so that it is the plain backbone with a head."""

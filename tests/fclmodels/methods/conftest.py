@@ -1,6 +1,7 @@
 """Short ways for tests of methods that learn something at the end of each task, or bend local training."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.messages import Payload
+from fclmodels.federation.messages import Payload, Reply
 from fclmodels.federation.method import Method
+from fclmodels.federation.protection.secure_aggregation import decode_sum, encode_reply
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.settings.federation import SecAggSettings
 
 
 @pytest.fixture
@@ -48,6 +51,22 @@ def training_on() -> Callable[..., LocalTraining]:
         return training
 
     return make
+
+
+@pytest.fixture
+def mask() -> Callable[[list[Reply]], Reply]:
+    """One reply with the sum of several as secure aggregation reads it: of numbers in fixed point."""
+
+    def add_up(replies: list[Reply]) -> Reply:
+        settings, n = SecAggSettings(), len(replies)
+        total, *others = (encode_reply(reply, settings, n) for reply in replies)
+        for of_client in others:
+            total = {part: {k: X + of_client[part][k] for k, X in codes.items()} for part, codes in total.items()}
+        sums = decode_sum(total, settings, n)
+        parts = {name: replace(part, tensors=sums[name]) for name, part in replies[0].parts.items()}
+        return replace(replies[0], parts=parts)
+
+    return add_up
 
 
 @pytest.fixture(scope="session")

@@ -50,9 +50,27 @@ def test_the_sum_of_clients_is_that_of_one_place(method: Any, ask: Callable) -> 
 def test_b_alone_trains_and_a_is_downloaded_once(method: Any, client_of: Callable) -> None:
     server = method.start_task(method.setup(), 0)
     payload = method.payload(server)
-    assert all(name.endswith("A") for name in payload["fixed"].tensors)
+    assert all(name.endswith("A") for name in payload["own-fixed"].tensors)
     sent = method.exchanges["train"].reply(client_of(method, 0), payload)[0].parts["update"].tensors
     assert {name[-1] for name in sent if "prompts" in name} == {"B"}
+
+
+def test_what_travels_once_a_task_stays_the_same_in_it(method: Any, federate: Callable) -> None:
+    """Over its questions too: the one before it has no A of its own, and its sums are those with any A."""
+    sent: dict[tuple[int, str], torch.Tensor] = {}
+    for exchange in method.exchanges.values():
+
+        def note(server: Any, make: Callable = exchange.payload) -> Any:
+            payload = make(server)
+            for part in (part for part in payload.values() if part.once):
+                for name, tensor in part.tensors.items():
+                    assert torch.equal(sent.setdefault((server.task, name), tensor), tensor)
+            return payload
+
+        object.__setattr__(exchange, "payload", note)
+    federate(method)
+    assert {task for task, name in sent if name == name_factor(1, 0, "A")} == {1}
+    assert (1, name_factor(0, 0, "B")) in sent
 
 
 def test_a_later_task_does_not_reach_what_is_taken(method_of: Callable, federate: Callable, ask: Callable) -> None:

@@ -122,9 +122,36 @@ def test_a_task_trains_without_earlier_ones(method: Any, federate: Callable, cli
     assert all(server.weights[name].any() for name in method.list_factors(0, "B"))
 
 
+@pytest.mark.parametrize("settings", [{"rank": 2, "share": 1.0}, {}], ids=["rank 2", "defaults"])
+@pytest.mark.parametrize("round", [0, 1])
+def test_masks_change_nothing_where_inputs_span_less_than_all(
+    round: int,
+    settings: dict[str, Any],
+    method_of: Callable,
+    client_of: Callable,
+    mask: Callable,
+    tmp_path: Any,
+) -> None:
+    """Sums in fixed point have noise along directions that no input has; at the defaults r = 16 is above d = 8."""
+    method = method_of(Lorm, *VIT, "model.loss_over=task", **settings)
+    server = method.start_task(method.setup(), 0)
+    for name in method.list_factors(0, "B"):
+        server.weights[name] = torch.randn(server.weights[name].shape, generator=torch.Generator().manual_seed(1)) / 9
+    payload, plain, masked = method.payload(server), Replies([0, 1, 2], tmp_path), Replies([0], tmp_path)
+    replies = [method.exchanges[TRAIN].reply(client_of(method, i, round=round), payload)[0] for i in range(3)]
+    for index, reply in enumerate(replies):
+        plain.add(index, reply)
+    masked.add(0, mask(replies))
+    right, mine = (method.aggregate(server, of).weights for of in (plain, masked))
+    for name, tensor in right.items():
+        torch.testing.assert_close(mine[name], tensor, atol=1e-4, rtol=1e-3)
+
+
 def test_what_it_cannot_do_is_refused(experiment_of: Callable) -> None:
     private = ("federation.weighting=uniform", "federation.privacy.noise_multiplier=1")
     with pytest.raises(UserError, match=r"lorm divides by sums of inputs"):
         experiment_of(*private, method="lorm")
     with pytest.raises(UserError, match=r"federation\.server_lr: lorm .* Use 1"):
         experiment_of("federation.server_lr=0.5", method="lorm")
+    with pytest.raises(UserError, match=r"federation\.server_lr: lorm .* server_lr_schedule: constant"):
+        experiment_of("federation.server_lr_schedule=1/t", method="lorm")

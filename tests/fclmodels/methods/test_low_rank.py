@@ -152,11 +152,26 @@ def test_maps_that_are_not_there_are_refused(vit_of: Callable, method_of: Callab
         method_of(OLora).setup()
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"layers": (1, 1)}, r"layers: layer 1 is named twice"),
+        ({"targets": ("query", "query")}, r"targets: query is named twice"),
+        ({"targets": ("attention-in", "query")}, r"targets: query is .* a part of attention-in"),
+        ({"targets": ("value", "attention-in")}, r"targets: attention-in is named twice, or"),
+    ],
+)
+def test_a_map_that_is_named_twice_is_refused(settings: dict[str, Any], why: str, vit_of: Callable) -> None:
+    with pytest.raises(UserError, match=why):
+        vit_of(OLora, **settings).setup()
+
+
 def test_an_encoder_of_texts_has_the_same_maps(encoder: Path) -> None:
     from fclmodels.backbones.transformer import Transformer
 
     frozen = Transformer(Transformer.Settings(backbone="transformer", folder=encoder)).build((2, 8))
     maps = list(find_maps(frozen, LowRank.Settings(targets=ALL)))
+    assert list(find_maps(frozen, LowRank.Settings(targets=("attention-in", *ALL[3:])))) == maps
     layers = len(maps) // 6
     assert [(of.out, of.inputs) for of in maps[:6]] == [(16, 16)] * 4 + [(32, 16), (16, 32)]
     adapted: Any = LowRank(frozen, LowRank.Settings(targets=ALL), 1)

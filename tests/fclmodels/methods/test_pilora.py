@@ -86,6 +86,21 @@ def test_centres_have_a_rate_of_their_own(method_of: Callable, client_of: Callab
     assert moved[1] < 1e-7
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("federation.server_lr=0.5", r"federation\.server_lr: pilora sets centres .* Use 1"),
+        ("federation.server_lr_schedule=1/t", r"federation\.server_lr: pilora .* server_lr_schedule: constant"),
+        ("federation.faults.late=0.5", r"federation\.faults\.late: pilora weighs the centres of a round"),
+    ],
+)
+def test_centres_of_other_rounds_and_shares_of_them_are_refused(
+    setting: str, why: str, experiment_of: Callable
+) -> None:
+    with pytest.raises(UserError, match=why):
+        experiment_of(setting, method="pilora")
+
+
 def test_single_replies_are_needed(experiment_of: Callable) -> None:
     with pytest.raises(UserError, match=r"pilora weighs single clients' centres"):
         experiment_of("federation.secagg.on=true", method="pilora")

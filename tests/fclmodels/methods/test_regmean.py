@@ -53,10 +53,26 @@ def test_a_client_alone_gets_back_its_convolutions(
 ) -> None:
     method = method_of(RegMean, "model.backbone=cnn", splits=splits_of(shape=(1, 8, 8)), share=0.9, widest=widest)
     after, (own,) = make_round(method, client_of, tmp_path, 1)
-    for name, tensor in after.items():
-        torch.testing.assert_close(tensor, own[name], atol=1e-4, rtol=1e-3)
+    for name, tensor in after.items():  # but along directions that hardly a patch has
+        torch.testing.assert_close(tensor, own[name], atol=1e-3, rtol=1e-3)
     shapes = {tensor.ndim for n, tensor in method.update_form(0, 0)["solved"].tensors.items() if n.startswith("gram")}
     assert shapes == ({1} if widest == 1 else {2})
+
+
+def test_masks_change_nothing_where_inputs_span_less_than_all(
+    method_of: Callable, client_of: Callable, mask: Callable, tmp_path: Any
+) -> None:
+    """Eight images a client, of 36 pixels; sums in fixed point have noise along directions that none of them has."""
+    method = method_of(RegMean, share=1.0)
+    server = method.start_task(method.setup(), 0)
+    replies = [method.exchanges[TRAIN].reply(client_of(method, i), method.payload(server))[0] for i in range(3)]
+    plain, masked = Replies([0, 1, 2], tmp_path), Replies([0], tmp_path)
+    for index, reply in enumerate(replies):
+        plain.add(index, reply)
+    masked.add(0, mask(replies))
+    right, mine = (method.aggregate(server, of).weights for of in (plain, masked))
+    for name, tensor in right.items():
+        torch.testing.assert_close(mine[name], tensor, atol=1e-4, rtol=1e-3)
 
 
 def test_what_it_cannot_do_is_refused(experiment_of: Callable) -> None:
@@ -65,3 +81,5 @@ def test_what_it_cannot_do_is_refused(experiment_of: Callable) -> None:
         experiment_of(*private, method="regmean")
     with pytest.raises(UserError, match=r"federation\.server_lr: regmean .* Use 1"):
         experiment_of("federation.server_lr=0.5", method="regmean")
+    with pytest.raises(UserError, match=r"federation\.server_lr: regmean .* server_lr_schedule: constant"):
+        experiment_of("federation.server_lr_schedule=1/t", method="regmean")
