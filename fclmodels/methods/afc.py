@@ -12,15 +12,17 @@ knowledge: PODNet's; `importance` {block: I [C]} of the last task's model.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fclmodels.data.batches import Batch
+from fclmodels.data.sample_kind import find_kind
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form
@@ -89,7 +91,7 @@ class Afc(Rehearsed):
         return self.classifier.grow(server, last)
 
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
-        return self.classifier.draw(server, cohort.ask(self.introduce, server).sum("moments"))
+        return self.classifier.draw(server, cohort, self.introduce)
 
     def leave_task(self, server: Server, cohort: Cohort) -> Server:
         ended = self.classifier.tune(server, cohort, self.tune)
@@ -117,13 +119,21 @@ class Afc(Rehearsed):
     def gradient(self, training: LocalTraining) -> None:
         clamp_gradients(training)
 
+    def after(self, training: LocalTraining) -> None:
+        self.classifier.restore_old(training)
+
     def importance_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1)).eval()
-        row = self.rows(task, self.participants(task)[0]).take(torch.zeros(1, dtype=torch.int64).numpy())
+        return {IMPORTANCE: make_outline("statistics", self.channels, torch.float64)}
+
+    @cached_property
+    def channels(self) -> dict[str, tuple[int]]:
+        """The number of channels of each block, those of an empty sample's outputs."""
+        shape, zero = self.run.splits.shape, torch.zeros(1, dtype=torch.int64, device=self.run.device)
+        empty = torch.from_numpy(np.zeros((1, *shape), find_kind(shape).dtype)).to(self.run.device)
+        network = self.networks.of(self.run.spec(1)).eval()
         with torch.no_grad():
-            outputs = self.classifier.run_blocks(network, next(self.run.batches.iterate_ordered(row, 1)))
-        shapes = {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
-        return {IMPORTANCE: make_outline("statistics", shapes, torch.float64)}
+            outputs = self.classifier.run_blocks(network, self.run.batches.prepare_inputs(Batch(empty, zero, zero)))
+        return {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
 
     def sum_gradients(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of squared gradients of each block's channels over a client's samples of the task."""
@@ -139,6 +149,7 @@ class Afc(Rehearsed):
         return Answer({IMPORTANCE: totals}, client.memory)
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
+        self.classifier.hold_old(training, payload)
         if IMPORTANCE in payload:
             training.add(Importance(payload[IMPORTANCE].tensors))
 

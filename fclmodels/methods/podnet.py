@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 from fclmodels.data.batches import Batch
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Exchange
+from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import Predictor
 from fclmodels.federation.run_context import Run
@@ -72,7 +73,7 @@ class Podnet(Rehearsed):
         return self.classifier.grow(server, last)
 
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
-        return self.classifier.draw(server, cohort.ask(self.introduce, server).sum("moments"))
+        return self.classifier.draw(server, cohort, self.introduce)
 
     def leave_task(self, server: Server, cohort: Cohort) -> Server:
         return self.classifier.tune(server, cohort, self.tune)
@@ -92,6 +93,12 @@ class Podnet(Rehearsed):
 
     def gradient(self, training: LocalTraining) -> None:
         clamp_gradients(training)
+
+    def after(self, training: LocalTraining) -> None:
+        self.classifier.restore_old(training)
+
+    def equip(self, training: LocalTraining, payload: Payload) -> None:
+        self.classifier.hold_old(training, payload)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return self.classifier.compute_loss(training, batch, self.compare)

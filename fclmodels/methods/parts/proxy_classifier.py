@@ -5,18 +5,19 @@ A client trains on the union of its rows and exemplars. With n old columns and m
     NCA + sqrt((n + m) / m) D
 
 NCA of cosine_proxies.py, D a method's distance of block outputs from the last task's model. Outputs are as the blocks
-return them (the releases: before the last ReLU). Proxies of old classes do not train.
+return them (the releases: before the last ReLU). Proxies of old classes stay as they are, under weight decay too.
 
 Answers are the nearest mean of exemplars (PODNet's NME); before a task's end the classifier's. How a federation has it
 is our choice: before a task its clients send moments of their classes' features of length 1, from whose Gaussians the
 server draws the new proxies (the release: k-means, which cannot be averaged, or this); after it they train the
-classifier on their exemplars alone, the network fixed, and the server averages their updates once.
+classifier on their exemplars alone, the network fixed, and the server averages their updates once. As in the releases,
+the first task has neither.
 
 networks: `proxies`, with a place for each class of the stream.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -42,7 +43,7 @@ from fclmodels.methods.parts.exemplar_memory import ExemplarSettings
 from fclmodels.methods.parts.rehearsal import LastModel, count_columns, find_columns, list_task_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.cosine_proxies import CosineProxies, Nca, draw_proxies, nca_loss
-from fclmodels.numerics.prototypes import Moments, fit_gaussians
+from fclmodels.numerics.prototypes import fit_gaussians
 
 PROXIES = "proxies"
 FEATURES = "features"
@@ -69,6 +70,13 @@ class ClassifierSettings(ExemplarSettings):
     tune_lr: PositiveFloat = Field(0.05, le=1e3, description="their learning rate")
 
 
+@dataclass(frozen=True)
+class OldProxies:
+    """The proxies [n, K, F] of old classes, in one training."""
+
+    weight: Tensor
+
+
 class ProxyClassifier:
     """The classifier that clients train beside the backbone, and the block outputs that they distil."""
 
@@ -86,9 +94,11 @@ class ProxyClassifier:
         state = {**state, "weight": join_new_rows(state["weight"], fresh["weight"])}
         return replace(server, networks={**server.networks, PROXIES: state})
 
-    def draw(self, server: Server, moments: Moments) -> Server:
-        """Return the server with the new classes' proxies drawn from their Gaussians."""
-        gaussians = fit_gaussians(moments)
+    def draw(self, server: Server, cohort: Cohort, exchange: Exchange) -> Server:
+        """Return the server with the new classes' proxies drawn from the Gaussians of their clients' moments."""
+        if server.task == 0:
+            return server
+        gaussians = fit_gaussians(cohort.ask(exchange, server).sum("moments"))
         new = list_task_columns(server.spec, torch.device("cpu"))[-1]
         new = new[gaussians.present[new]]
         random = self.run.generator("proxies", server.task)
@@ -99,7 +109,7 @@ class ProxyClassifier:
 
     def tune(self, server: Server, cohort: Cohort, exchange: Exchange) -> Server:
         """Return the server with the classifier that clients have trained on exemplars alone."""
-        if not self.settings.tune_epochs:
+        if server.task == 0 or not self.settings.tune_epochs:
             return server
         replies = cohort.ask(exchange, server)
         total, moved = replies.sum("weight")["weight"].item(), replies.sum("tuned")
@@ -118,6 +128,17 @@ class ProxyClassifier:
         return proxies
 
     # On a client.
+
+    def hold_old(self, training: LocalTraining, payload: Payload) -> None:
+        """Give a client's training the proxies of old classes, which come first."""
+        old = int(list_task_columns(training.network.spec, self.run.device)[-1].min())
+        training.add(OldProxies(payload[PROXIES].tensors["weight"][:old].to(self.run.device)))
+
+    @torch.no_grad()
+    def restore_old(self, training: LocalTraining) -> None:
+        """Undo what weight decay did to old classes' proxies in a step."""
+        if old := training.part(OldProxies):
+            training.networks[PROXIES][0].get_parameter("weight")[: len(old.weight)] = old.weight
 
     def compute_loss(self, training: LocalTraining, batch: Batch, compare: Compare) -> Tensor:
         """Return NCA + sqrt((n + m) / m) D, by a method's D of block outputs and features from the teacher's."""

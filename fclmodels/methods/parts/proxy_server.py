@@ -86,6 +86,11 @@ class ProxyServer:
         self.load = load
         if settings.proxy and find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{method}.proxy: it rebuilds images, these samples are texts. Set it to false.")
+        if settings.signal == "entropy" and not settings.proxy:
+            raise UserError(
+                f"methods.{method}.signal: entropy chooses who shows prototypes, and proxy: false has none. "
+                "Use signal: boundary, or proxy: true."
+            )
         if settings.iterates > settings.inversion_steps:
             raise UserError(
                 f"methods.{method}.iterates: {settings.iterates} of inversion_steps: {settings.inversion_steps}. "

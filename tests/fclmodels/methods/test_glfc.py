@@ -188,6 +188,12 @@ def test_who_does_not_notice_a_task_sends_nothing_and_loses_the_last_ones_exempl
         assert bool(len(samples.labels)) == notices
 
 
+@pytest.mark.parametrize("kind", [Glfc, Lga])
+def test_entropy_without_a_proxy_server_is_refused(kind: type, method_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"^methods\.(glfc|lga)\.signal: entropy .* Use signal: boundary"):
+        method_of(kind, signal="entropy", proxy=False)
+
+
 def test_a_client_remembers_its_entropy_on_the_model_that_a_task_ends_with(
     method_of: Callable, client_of: Callable, federate: Callable, mlp: Any
 ) -> None:

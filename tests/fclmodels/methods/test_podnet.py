@@ -173,6 +173,33 @@ def test_before_a_tasks_end_the_classifier_answers(method_of: Callable, federate
         torch.testing.assert_close(method.predictor(started)(inputs).logits, proxies(features, classes=4))
 
 
+@pytest.mark.parametrize("kind", [Podnet, Afc])
+def test_the_first_task_neither_draws_proxies_nor_tunes_them(
+    kind: type[Rehearsed], method_of: Callable, federate: Callable
+) -> None:
+    """As in the releases."""
+    short, long = (federate(method_of(kind, tune_epochs=epochs), 1) for epochs in (0, 3))
+    assert trees.digest(short.networks[PROXIES]) == trees.digest(long.networks[PROXIES])
+    method = method_of(kind)
+    begun = method.start_task(method.setup(), 0)
+    assert method.begin_task(begun, None) is begun  # nobody is asked
+
+
+def test_old_proxies_stay_under_weight_decay_and_adam(method_of: Callable, client_of: Callable, federate: Any) -> None:
+    method = method_of(Podnet, "optimizer.kind=adam", "optimizer.weight_decay=0.1", tune_epochs=0)
+    server = method.start_task(federate(method, 1), 1)
+    moved = method.train(client_of(method, 1, 1), method.payload(server)).tensors["proxies-update"]["weight"]
+    assert not moved[:2].any()
+    assert moved[2:].any()
+
+
+def test_afcs_channels_are_asked_of_nobodys_samples(method_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_of(Afc, "model.backbone=cnn", "model.width=4", "model.features=8")
+    monkeypatch.setattr(type(method), "rows", None)
+    (outline,) = method.importance_form(1, -1).values()
+    assert [tuple(tensor.shape) for tensor in outline.tensors.values()] == [(4,), (8,), (1,)]
+
+
 def test_a_block_that_is_not_there_is_refused(method_of: Callable, client_of: Callable, federate: Callable) -> None:
     method = method_of(Podnet, blocks=("fc9",))
     with pytest.raises((UserError, ValueError), match="fc9 is not a block"):
