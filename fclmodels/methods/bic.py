@@ -35,14 +35,8 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.coreset_memory import EMBED
 from fclmodels.methods.parts.exemplar_memory import find_class, iterate_joined_epochs, list_classes
-from fclmodels.methods.parts.rehearsal import (
-    LastModel,
-    Rehearsed,
-    find_columns,
-    join_heads,
-    list_old_groups,
-    list_task_columns,
-)
+from fclmodels.methods.parts.joined_heads import find_columns, join_heads, list_old_groups, list_task_columns
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.exemplar_losses import fit_correction, soft_cross_entropy
 

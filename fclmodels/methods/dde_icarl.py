@@ -31,8 +31,9 @@ from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.coreset_memory import EMBED
+from fclmodels.methods.parts.joined_heads import find_columns, join_heads
 from fclmodels.methods.parts.past_tasks import isolate_pass
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns, join_heads
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed
 from fclmodels.numerics.causal_effects import find_neighbours, remove_direction, shared_cross_entropy
 
 MOMENTUM = 0.9

@@ -51,7 +51,7 @@ from fclmodels.methods.parts.exemplar_memory import (
     iterate_joined_epochs,
     iterate_stored_epochs,
 )
-from fclmodels.methods.parts.rehearsal import find_columns
+from fclmodels.methods.parts.joined_heads import find_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.methods.parts.task_tokens import (
     LastTokenModel,

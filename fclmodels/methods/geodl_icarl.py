@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from fclmodels.data.batches import Batch
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, find_columns, join_heads
+from fclmodels.methods.parts.joined_heads import find_columns, join_heads
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed
 from fclmodels.numerics.geodesic import geodesic_loss
 
 

@@ -42,7 +42,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.rehearsal import count_columns
+from fclmodels.methods.parts.joined_heads import count_columns
 from fclmodels.methods.parts.replay_memory import ReplaySettings, add_task, unpack_samples
 from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.methods.parts.strong_views import draw_strong_view

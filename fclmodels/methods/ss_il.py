@@ -20,7 +20,8 @@ from torch import Tensor
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed, list_old_groups, list_task_columns
+from fclmodels.methods.parts.joined_heads import list_old_groups, list_task_columns
+from fclmodels.methods.parts.rehearsal import LastModel, Rehearsed
 from fclmodels.methods.parts.replay_memory import Replay, unpack_samples
 from fclmodels.numerics.exemplar_losses import distil_by_task, separated_cross_entropy
 

@@ -40,7 +40,8 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import join_new_rows
 from fclmodels.methods.parts.coreset_memory import embed
 from fclmodels.methods.parts.exemplar_memory import ExemplarSettings
-from fclmodels.methods.parts.rehearsal import LastModel, count_columns, find_columns, list_task_columns
+from fclmodels.methods.parts.joined_heads import count_columns, find_columns, list_task_columns
+from fclmodels.methods.parts.rehearsal import LastModel
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.cosine_proxies import CosineProxies, Nca, draw_proxies, nca_loss
 from fclmodels.numerics.prototypes import fit_gaussians

@@ -40,7 +40,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.server_training import ServerWork
 from fclmodels.methods.parts.coreset_memory import EMBED
-from fclmodels.methods.parts.rehearsal import find_columns, join_heads
+from fclmodels.methods.parts.joined_heads import find_columns, join_heads
 from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.exemplar_losses import distil_targets
 from fclmodels.numerics.gradient_compensation import weigh_cross_entropy

@@ -14,24 +14,22 @@ present task's columns are new, all others old: where tasks share all classes no
 knowledge: `anchor`; `means` {weight [C, F], bias [C]} as a head, until the next task starts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network, NetworkCache
-from fclmodels.backbones.model.spec import ModelSpec, get_task_columns, to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
-from fclmodels.federation.messages import Part, Payload, make_outline
+from fclmodels.federation.messages import Payload, make_outline
 from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
@@ -40,10 +38,11 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.coreset_memory import embed
 from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings, iterate_joined_epochs
+from fclmodels.methods.parts.joined_heads import count_columns, find_columns, join_heads, list_task_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
+from fclmodels.methods.parts.stored_means import fit_directions, outline_sums, sum_features
 from fclmodels.numerics.exemplar_losses import distil_targets
-from fclmodels.numerics.fitted_heads import NEVER
-from fclmodels.numerics.prototypes import LEAST, moments
+from fclmodels.numerics.prototypes import moments
 
 MEANS = "means"
 
@@ -113,7 +112,7 @@ class Rehearsed(FedAvg):
         ended = self.end_rounds(server, cohort)
         if self.answers_by_means:
             replies = cohort.ask(self.select, ended, clients=cohort.everyone)
-            means = fit_means(replies.sum(MEANS), replies.noise(MEANS))
+            means = fit_directions(replies.sum(MEANS), replies.noise(MEANS))
             ended = replace(ended, knowledge={**ended.knowledge, MEANS: means})
         else:
             cohort.ask(self.select, ended)
@@ -140,7 +139,7 @@ class Rehearsed(FedAvg):
     def select_form(self, task: int, round: int) -> Form:
         """Return the outlines of what a client tells when it has chosen its exemplars."""
         network = self.networks.of(self.run.spec(task + 1))
-        return {MEANS: outline_means(network, self.memory.limit(network.spec))} if self.answers_by_means else {}
+        return {MEANS: outline_sums(network, self.memory.limit(network.spec))} if self.answers_by_means else {}
 
     @torch.no_grad()
     def select_exemplars(self, client: Client, payload: Payload) -> Answer:
@@ -149,7 +148,7 @@ class Rehearsed(FedAvg):
         memory = self.note(client, network, self.memory.add_task(client, network))
         if not self.answers_by_means:
             return Answer({}, memory)
-        return Answer({MEANS: sum_exemplars(client, network, unpack_samples(memory))}, memory)
+        return Answer({MEANS: sum_features(client, network, memory)}, memory)
 
     def note(self, client: Client, network: Network, memory: Memory) -> Memory:
         """Return the memory with what a client notes besides when a task has ended."""
@@ -215,67 +214,3 @@ def find_targets(teacher: LastModel | None, logits: Tensor, labels: Tensor, inpu
     if teacher is None:
         return distil_targets(labels, logits.shape[1], labels[:0], None)
     return distil_targets(labels, logits.shape[1], teacher.old, teacher.answer(inputs)[1][:, teacher.old])
-
-
-def join_heads(network: Network, features: Tensor) -> Tensor:
-    """Return the logits [B, columns] of all heads side by side, in the order of `Columns.of`."""
-    return torch.cat([head(features) for head in network.heads], dim=1)
-
-
-def count_columns(spec: ModelSpec) -> int:
-    """Return the number of logits of all heads."""
-    return sum(len(labels) for labels in spec.head_labels)
-
-
-def list_task_columns(spec: ModelSpec, device: torch.device) -> list[Tensor]:
-    """Return the columns of each task's classes."""
-    if spec.head == "growing":
-        return [get_task_columns(spec, task, device) for task in range(len(spec.tasks))]
-    sizes = [len(classes) for classes in spec.tasks]
-    return list(torch.arange(sum(sizes), device=device).split(sizes))
-
-
-def find_columns(spec: ModelSpec, labels: Tensor, tasks: Tensor) -> Tensor:
-    """Return the column [B] of each sample's class among all heads' logits."""
-    if spec.head == "growing":
-        return labels
-    columns = labels
-    for task, own in enumerate(list_task_columns(spec, labels.device)):
-        columns = torch.where(tasks == task, own[0] + to_local_labels(spec, task, labels), columns)
-    return columns
-
-
-def list_old_groups(columns: Sequence[Tensor]) -> list[Tensor]:
-    """Return the columns of each task but the last, without those that the last one has too."""
-    *old, new = columns
-    return [group[~torch.isin(group, new)] for group in old if not torch.isin(group, new).all()]
-
-
-def outline_means(network: Network, most: int) -> Part:
-    """Return the outline of a client's sums of at most so many exemplars, for noise within sqrt(2) times as much."""
-    columns = count_columns(network.spec)
-    shapes = {"weight": (columns,), "sum": (columns, network.backbone.features)}
-    # Of m features of length 1, counts and sums are each m long at most.
-    return make_outline("prototype", shapes, torch.float64, bound=2**0.5 * most)
-
-
-def sum_exemplars(client: Client, network: Network, samples: Batch | None) -> dict[str, Tensor]:
-    """Return the number [columns] and the sum [columns, F] of exemplars' features of length 1, by class."""
-    columns = count_columns(network.spec)
-    weight = torch.zeros(columns, dtype=torch.float64)
-    total = torch.zeros(columns, network.backbone.features, dtype=torch.float64)
-    if samples is None:
-        return {"weight": weight, "sum": total}
-    places = find_columns(network.spec, samples.labels, samples.tasks).cpu()
-    total = total.index_add(0, places, normalize(embed(client, network, samples).double()))
-    return {"weight": places.bincount(minlength=columns).double(), "sum": total}
-
-
-def fit_means(sums: dict[str, Tensor], noise: float) -> dict[str, Tensor]:
-    """Return the head of the nearest means of length 1: that of the largest product; a class without any never answers.
-
-    noise: the deviation of that in the sums.
-    """
-    present = sums["weight"] > LEAST * noise
-    weight = normalize(sums["sum"]).where(present[:, None], 0.0).float()
-    return {"weight": weight, "bias": torch.zeros(len(present)).masked_fill(~present, NEVER)}

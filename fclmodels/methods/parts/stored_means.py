@@ -14,7 +14,7 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
 from fclmodels.federation.messages import Part, make_outline
 from fclmodels.methods.parts.coreset_memory import embed
-from fclmodels.methods.parts.rehearsal import count_columns, find_columns
+from fclmodels.methods.parts.joined_heads import count_columns, find_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.numerics.fitted_heads import NEVER
 from fclmodels.numerics.prototypes import LEAST

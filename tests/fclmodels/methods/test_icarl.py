@@ -16,7 +16,7 @@ from fclmodels.federation.prediction import Columns
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.icarl import Icarl
-from fclmodels.methods.parts.rehearsal import find_columns, list_task_columns
+from fclmodels.methods.parts.joined_heads import find_columns, list_task_columns
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.storage import trees
 
