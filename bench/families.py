@@ -36,7 +36,7 @@ STREAMS = {
     ],
 }
 SHARED = ["stream.tasks=5", "partition.eta=0.5", "federation.executor=serial", "federation.threads=1", "device=cpu"]
-MEGABYTES, SECONDS = (0.3, 1, 3, 10, 30), (1, 3, 10, 30)
+MEGABYTES, SECONDS = (0.3, 1, 5, 20, 50), (0.5, 1, 2, 5, 10)
 RATES = (0.01, 0.03)
 ROUNDS = (3, 10)
 TUNE_SEEDS = (100,)

@@ -58,7 +58,7 @@ class InfLora(AdapterTraining):
             ge=0,
             le=1,
             alias="lambda",
-            description="share of the inputs' energy that the first task takes; it rises to 1 over the run's tasks",
+            description="share of the inputs' energy that the first task takes; it rises with t over the run's tasks",
         )
 
     settings: Settings
