@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.model.network import Network
-from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -40,6 +39,7 @@ from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.federation.training.server_training import NetworkTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.class_sums import add_up_classes
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE, FrozenBackbone
 from fclmodels.numerics.fitted_heads import ClassGaussians, draw_features, fit_gaussians, sum_classes
 from fclmodels.numerics.prototypes import moments
@@ -141,16 +141,10 @@ class Ccvr(FedAvg):
     @torch.no_grad()
     def sum_features(self, client: Client, payload: Payload) -> Answer:
         """Return the sums over a client's samples of each class on the global model."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
         sums = sum_classes if self.settings.covariance == "full" else moments
-        classes = len(network.spec.tasks[client.task])
-        outlines = self.form(client.task, client.round)["classes"].tensors
-        total = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in outlines.items()}
-        for batch in self.run.batches.iterate_ordered(client.rows, AT_ONCE):
-            labels = to_local_labels(network.spec, client.task, batch.labels)
-            of_batch = sums(network.backbone(batch.inputs), labels, classes)
-            total = {name: value + of_batch[name].cpu() for name, value in total.items()}
-        return Answer({"classes": total}, client.memory)
+        batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
+        return Answer({"classes": add_up_classes(network, batches, client.task, sums)}, client.memory)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if not isinstance(self.network, FrozenBackbone):

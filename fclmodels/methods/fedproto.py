@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fclmodels.backbones.model.network import Network, build_skeleton
-from fclmodels.backbones.model.spec import ModelSpec, to_local_labels
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
@@ -34,10 +34,11 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.class_sums import add_up_classes
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE
 from fclmodels.methods.parts.trained_network import TrainedNetwork
 from fclmodels.numerics.fitted_heads import fit_nearest_mean
-from fclmodels.numerics.prototypes import Moments, clip_rows, from_units, moments, to_units, weigh
+from fclmodels.numerics.prototypes import Moments, from_units, moments, to_units, weigh
 
 BOUND = math.sqrt(2)  # of a sample's count and sum together, in the units of `to_units`
 
@@ -166,16 +167,11 @@ class FedProto(FedAvg):
     @torch.no_grad()
     def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the moments of the client's classes on its own model, in units of the clip under noise."""
-        network, task = training.network.eval(), training.client.task
-        classes, parts = len(network.spec.tasks[task]), []
-        for batch in self.run.batches.iterate_ordered(training.client.rows, AT_ONCE):
-            features = network.backbone(batch.inputs)
-            if self.clip is not None:
-                features = clip_rows(features, self.clip)
-            parts.append(moments(features, to_local_labels(network.spec, task, batch.labels), classes))
-        total: Moments = {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("weight", "sum")}
+        batches = self.run.batches.iterate_ordered(training.client.rows, AT_ONCE)
+        sums = add_up_classes(training.network, batches, training.client.task, clip=self.clip)
+        total: Moments = {name: sums[name] for name in ("weight", "sum")}
         if self.settings.mean == "clients":
             total = weigh(total, 1.0)
         if self.clip is not None:
             total = to_units(total, self.clip)
-        return {"moments": {name: value.cpu() for name, value in total.items()}}
+        return {"moments": total}

@@ -37,11 +37,11 @@ from fclmodels.federation.prediction import FittedHead
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining, ParameterGroup
+from fclmodels.methods.parts.class_sums import add_up_classes
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE
 from fclmodels.methods.parts.task_adapters import AdapterTraining
 from fclmodels.methods.parts.whole_answers import refuse_late_answers, refuse_server_lr
 from fclmodels.numerics.low_rank_overlap import measure_overlap
-from fclmodels.numerics.prototypes import moments
 
 SHARPNESS = 0.2  # tau of the weights of centres
 START = 0.1  # deviation of a centre's first numbers
@@ -131,14 +131,10 @@ class PiLora(AdapterTraining):
     @torch.no_grad()
     def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the task's centres, and counts and sums of the client's features on its own model."""
-        network, task = training.network.eval(), training.client.task
-        classes, parts = len(network.spec.tasks[task]), []
-        for batch in self.run.batches.iterate_ordered(training.client.rows, AT_ONCE):
-            labels = to_local_labels(network.spec, task, batch.labels)
-            parts.append(moments(network.backbone(batch.inputs), labels, classes))
-        total = {name: torch.stack([part[name] for part in parts]).sum(0).cpu() for name in ("weight", "sum")}
+        network, task = training.network, training.client.task
+        total = add_up_classes(network, self.run.batches.iterate_ordered(training.client.rows, AT_ONCE), task)
         centres = network.get_parameter(self.name_centres(task))[self.find_rows(task)]
-        return {"centres": {**total, "centre": centres.double().cpu()}}
+        return {"centres": {"weight": total["weight"], "sum": total["sum"], "centre": centres.double().cpu()}}
 
     # On a client.
 

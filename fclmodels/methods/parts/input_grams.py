@@ -17,10 +17,9 @@ from fclmodels.federation.messages import Part, make_outline
 Grams = dict[str, Tensor]
 
 
-def outline_grams(widths: dict[str, int], diagonal: bool = False) -> Part:
+def outline_grams(widths: dict[str, int]) -> Part:
     """Return the outline of such sums, by layer."""
-    shapes = {name: (d,) if diagonal else (d, d) for name, d in widths.items()}
-    return make_outline("input-statistics", shapes, torch.float64)
+    return make_outline("input-statistics", {name: (d, d) for name, d in widths.items()}, torch.float64)
 
 
 @torch.no_grad()
