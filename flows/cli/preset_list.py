@@ -34,7 +34,7 @@ def summarize_preset(preset: PresetSettings, experiment: ExperimentSettings) -> 
     """
     needs = ", ".join(need.partition(" as ")[0] for need in preset.needs)
     own = [m for m in reversed(experiment.methods) if m.partition("-")[0] == (preset.name or "").partition("-")[0]]
-    figures = [(m, table) for m in own for table in preset.figures if m in table.rows]
+    figures = [(m, table) for m in own or reversed(experiment.methods) for table in preset.figures if m in table.rows]
     figure = ""
     if figures:
         method, table = figures[0]

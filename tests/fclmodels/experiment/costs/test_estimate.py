@@ -73,12 +73,13 @@ def test_bytes_and_disk_are_as_expected(
     result = run.run(tmp_path / "run")
     stored = sum(file.stat().st_size for file in (run.home / "store").rglob("*") if file.is_file())
     kept = result["bytes_kept"] / splits.clients
-    for ours, theirs in (
-        (expected.bytes_up, result["bytes_up"]),
-        (expected.bytes_down, result["bytes_down"]),
-        (expected.client_memory, kept),
+    luck = 2 if method == "rgo-approx" else 1  # two clients in five store something, by a draw for each task
+    for ours, theirs, factor in (
+        (expected.bytes_up, result["bytes_up"], FACTOR),
+        (expected.bytes_down, result["bytes_down"], FACTOR),
+        (expected.client_memory, kept, luck * FACTOR),
     ):
-        assert ours == theirs or theirs / FACTOR < ours < theirs * FACTOR
+        assert ours == theirs or theirs / factor < ours < theirs * factor
     assert stored / FACTOR < expected.disk + 2**17  # tables of a run this small are as large as its models
 
 
@@ -96,7 +97,8 @@ def test_memory_is_as_expected(
     """With a network of 12 MB, or a transformer."""
     splits = splits_of(tasks=4, clients=3, train=16, shape=(3, 24, 24))
     on_transformer = getattr(plugins.find("method", method), "attaches", Adapted).needs_transformer
-    wide = () if on_transformer else ("model.hidden=1024",)
+    has_hidden = not on_transformer and method != "dytox"  # whose backbone is a convit
+    wide = ("model.hidden=1024",) if has_hidden else ()
     settings = (*SHORT, *wide, f"federation.executor={executor}")
     with new_experiment(*settings, method=method, splits=splits, home=tmp_path / "home") as run:
         expected = estimate_run(run)

@@ -221,6 +221,7 @@ def test_who_is_set_aside_says_nothing_of_its_own_model(
 SUMMED = (
     *(("fedomg", "aligns them"), ("stamp", "aligns them"), ("nearest-prototype", "adds up counts")),
     *(
+        ("pec", "averages a student"),
         ("ridge", "adds up products"),
         ("stsa", "adds up products"),
         ("lorm", "adds up products"),

@@ -162,11 +162,11 @@ def test_named_methods_end_as_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(plugins.load_all("method").keys() - set(NAMED) - {"fedomg", "joint"}))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method").keys() - set(NAMED) - {"fedomg", "joint", "pilora"}))
 def test_every_other_method_ends_as_without_it_(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
-    """fedomg and joint refuse; whatever is added later has to do one of both."""
+    """fedomg, joint and pilora refuse; whatever is added later has to do one of both."""
     ends_as_without_it(name, experiment_of, splits_of(val=2), tmp_path)
 
 
@@ -179,7 +179,7 @@ def ends_as_without_it(name: str, experiment_of: MakeExperiment, splits: Splits,
     assert_close(ends[0][0], ends[1][0])
     for reading, metrics in ends[0][1]["metrics"].items():
         assert metrics == ends[1][1]["metrics"][reading], reading
-    losses = [pl.read_parquet(folder / f"run{i}" / "rounds.parquet")["loss"].to_list() for i in (0, 1)]
+    losses = [pl.read_parquet(folder / f"run{i}" / "rounds.parquet")["loss"].drop_nulls().to_list() for i in (0, 1)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
