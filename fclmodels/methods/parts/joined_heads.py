@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import nll_loss
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec, get_task_columns, to_local_labels
+from fclmodels.federation.prediction import Columns
 
 
 def join_heads(network: Network, features: Tensor) -> Tensor:
@@ -35,6 +37,13 @@ def find_columns(spec: ModelSpec, labels: Tensor, tasks: Tensor) -> Tensor:
     for task, own in enumerate(list_task_columns(spec, labels.device)):
         columns = torch.where(tasks == task, own[0] + to_local_labels(spec, task, labels), columns)
     return columns
+
+
+def cross_entropy_in_heads(network: Network, hidden: Tensor, columns: Tensor) -> Tensor:
+    """Return the cross entropy [n] of each row with its column, among the columns of the same head."""
+    owners = Columns.of(network.spec, hidden.device).owners
+    logits = join_heads(network, hidden).masked_fill(owners != owners[columns][:, None], -torch.inf)
+    return nll_loss(logits.log_softmax(1), columns, reduction="none")
 
 
 def list_old_groups(columns: Sequence[Tensor]) -> list[Tensor]:
