@@ -15,7 +15,8 @@ D is distillation at temperature 2 (distillation.py) over the columns that the l
 entropy of square roots of probabilities without its constant. The credibility w_i is the mean over dimensions of the
 density of the draw's latents among the batch's latents of its class (a Gaussian), and P where the batch has fewer than
 two of these. The release compares the draw's *features* with those latents, and with a single one w is 0
-(`credibility: release`).
+(`credibility: release`). An inverted coupling divides by as little as 0.001: draws of ten times the length of the
+batch's longest features count for nothing, in step 1 too (ours; the release has no such bound).
 
 Steps 1 and 2 see h in evaluation mode, so that batch normalisation's statistics move once a batch; the release draws P
 in training mode. Optimisers start anew in each round as the engine's do; the release's go on. In the first task too

@@ -17,6 +17,7 @@ from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.settings.schema import OptimizerSettings
 
 TEMPERATURE = 2.0
+FARTHEST = 10.0
 
 
 class FeatureReplaySettings(BaseSettings):
@@ -77,31 +78,39 @@ class FeatureReplay:
         """Move the flow up the log density of features [B, d], and of draws from the last task's flow."""
         loss, past = -self.flow(features, columns)[1].mean(), self.sets["past"]
         if self.last is not None and self.settings.memory and len(past):
-            earlier = draw_columns(past, len(features))
-            loss = loss - self.settings.memory * self.flow(self.last.flow.draw(earlier)[0], earlier)[1].mean()
+            drawn, _, earlier = draw_near(self.last.flow, past, features)
+            if len(drawn):
+                loss = loss - self.settings.memory * self.flow(drawn, earlier)[1].mean()
         descend(self.of_flow, loss)
 
     def step_layer(self, network: Network, features: Tensor, columns: Tensor, lr: float) -> None:
         """Move the layer, at this rate, down the loss of as many draws as there are features."""
         settings = self.settings
-        asked = draw_columns(self.sets["now"], len(features))
-        drawn, latents = self.flow.draw(asked)
+        drawn, latents, wished = draw_near(self.flow, self.sets["now"], features)
+        if not len(drawn):
+            return
         with torch.no_grad():
             present, log_density = self.flow(features, columns)
             density = (log_density / self.flow.features).exp().mean()
             compared, least = (latents, 2) if settings.credibility == "latents" else (drawn, 1)
-            weights = weigh_by_density(compared, asked, present, columns, density, least)
+            weights = weigh_by_density(compared, wished, present, columns, density, least)
         hidden = self.layer(drawn)
-        loss = weigh_replay(cross_entropy_in_heads(network, hidden, asked), weights, density, settings.theta)
+        loss = weigh_replay(cross_entropy_in_heads(network, hidden, wished), weights, density, settings.theta)
         if self.last is not None and settings.outputs:
             loss = loss + settings.outputs * distil_outputs(network, hidden, self.last, drawn)
         self.of_layer.param_groups[0]["lr"] = lr
         descend(self.of_layer, settings.replay * loss)
 
 
-def draw_columns(columns: Tensor, count: int) -> Tensor:
-    """Return so many of these columns, uniformly, with torch's generator."""
-    return columns[torch.randint(len(columns), (count,), device=columns.device)]
+def draw_near(flow: FeatureFlow, columns: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as many draws as there are features, without those that are too far, their latents and their columns.
+
+    Columns are drawn uniformly from these. Too far is what is FARTHEST times as long as the longest of the features.
+    """
+    chosen = columns[torch.randint(len(columns), (len(features),), device=columns.device)]
+    drawn, latents = flow.draw(chosen)
+    near = drawn.norm(dim=1) <= FARTHEST * features.norm(dim=1).max()
+    return drawn[near], latents[near], chosen[near]
 
 
 def descend(optimiser: Optimiser, loss: Tensor) -> None:

@@ -15,7 +15,7 @@ from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.af_fcl import AfFcl
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.feature_replay import FeatureReplay, weigh_replay
+from fclmodels.methods.parts.feature_replay import FeatureReplay, draw_near, weigh_replay
 from fclmodels.methods.parts.hidden_layer import build_layer
 from fclmodels.numerics.distillation import distillation_loss
 
@@ -129,18 +129,35 @@ def test_the_loss_is_the_sum_of_its_terms(training: Callable) -> None:
 
 def test_the_flows_loss_has_draws_of_earlier_classes(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, batch = training(memory=0.5)
-    replay, losses, asked = made.part(FeatureReplay), [], []
+    replay, losses, calls = made.part(FeatureReplay), [], []
     monkeypatch.setattr("fclmodels.methods.parts.feature_replay.descend", lambda _, loss: losses.append(loss.item()))
     draw = replay.last.flow.draw
     monkeypatch.setattr(
-        replay.last.flow, "draw", lambda columns: asked.append((columns, *draw(columns))) or asked[-1][1:]
+        replay.last.flow, "draw", lambda columns: calls.append((columns, *draw(columns))) or calls[-1][1:]
     )
-    features = made.network.backbone(batch.inputs).detach()
+    features = 20 * made.network.backbone(batch.inputs).detach()  # so that all draws are near
     replay.step_flow(features, batch.labels)
-    ((columns, drawn, _),) = asked
+    ((columns, drawn, _),) = calls
     assert set(columns.tolist()) <= {0, 1}
     of_batch, of_draws = (replay.flow(h, y)[1].mean().item() for h, y in ((features, batch.labels), (drawn, columns)))
     assert losses == [pytest.approx(-of_batch - 0.5 * of_draws, rel=1e-5)]
+
+
+def test_draws_that_are_too_far_move_nothing(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw of ten times the longest features' length, or one that is no number, is left out."""
+    made, _, batch = training()
+    replay, features = made.part(FeatureReplay), made.network.backbone(batch.inputs).detach()
+    longest = features.norm(dim=1).max()
+    lengths = torch.tensor([9.9, 10.1, math.nan, math.inf]).repeat(2) * longest
+    far = torch.nn.functional.normalize(torch.ones(8, features.shape[1])) * lengths[:, None]
+    monkeypatch.setattr(replay.flow, "draw", lambda columns: (far[: len(columns)], far[: len(columns)]))
+    drawn, latents, columns = draw_near(replay.flow, torch.tensor([1, 3]), features)
+    assert drawn.shape == latents.shape == (len(columns), features.shape[1])
+    assert len(columns) == (len(features) + 3) // 4
+    far[0] = math.nan
+    before = replay.layer.weight.clone()
+    replay.step_layer(made.network, features[:4], batch.labels[:4], 0.1)
+    assert torch.equal(replay.layer.weight, before)
 
 
 def test_statistics_move_once_a_batch(training: Callable) -> None:
