@@ -32,7 +32,7 @@ def augment(images: Tensor, settings: AugmentSettings, generator: torch.Generato
 
 
 def normalise(images: Tensor, mean: Channels, std: Channels) -> Tensor:
-    """Return (pixels / 255 - mean) / std of uint8 [B, C, H, W] as float32; mean and std [C], or [B, C] by image."""
+    """Return (pixels / 255 - mean) / std of [B, C, H, W] in 0..255 as float32; mean and std [C], or [B, C] by image."""
     shift = torch.as_tensor(mean, dtype=torch.float32, device=images.device)[..., None, None]
     scale = torch.as_tensor(std, dtype=torch.float32, device=images.device)[..., None, None]
     return images.to(torch.float32).mul_(1 / (255 * scale)).sub_(shift / scale)

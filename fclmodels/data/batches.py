@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fclmodels.data.augment import Channels, augment, to_inputs
+from fclmodels.data.augment import Channels, augment, normalise, to_inputs
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.errors import UserError
@@ -72,6 +72,15 @@ class Batches:
         """Turn stored samples into a batch to train on: augmented, permuted by their tasks, normalised."""
         return self.prepare_inputs(self._augment(raw, on_device))
 
+    def augment_pixels(self, pixels: Tensor, on_device: torch.Generator) -> Tensor:
+        """Return pixels, uint8 or floating in 0..1, altered as those of real samples are."""
+        return augment(pixels, self.augmentation, on_device)
+
+    def normalise_pixels(self, pixels: Tensor) -> Tensor:
+        """Return a network's inputs of pixels that no real sample has, by the stream's mean and std; not permuted."""
+        scaled = 255 * pixels if pixels.is_floating_point() else pixels
+        return normalise(scaled, self.splits.mean, self.splits.std)
+
     def make_device_generator(self, random: torch.Generator) -> torch.Generator:
         """Return a generator for augmentation on the device, keyed by a draw from one on the CPU."""
         return generator("augment", int(torch.randint(2**62, (), generator=random)), device=self.device)
@@ -91,7 +100,7 @@ class Batches:
             yield Batch(*batch)
 
     def _augment(self, raw: Batch, on_device: torch.Generator) -> Batch:
-        return replace(raw, inputs=augment(raw.inputs, self.augmentation, on_device))
+        return replace(raw, inputs=self.augment_pixels(raw.inputs, on_device))
 
     def prepare_inputs(self, raw: Batch) -> Batch:
         """Turn raw samples into a network's inputs: pixels permuted and normalised."""

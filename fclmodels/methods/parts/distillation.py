@@ -47,7 +47,11 @@ class Teacher:
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> list[Tensor]:
         """Return the logits [B, classes] of each of its heads."""
-        features = self.backbone(inputs)
+        return self.answer(self.backbone(inputs))
+
+    @torch.no_grad()
+    def answer(self, features: Tensor) -> list[Tensor]:
+        """Return the logits [B, classes] of each of its heads by its own features [B, F]."""
         return [linear(features, weight, bias) for weight, bias in self.heads]
 
 
@@ -99,21 +103,23 @@ class Distilled(FedAvg):
         task = training.client.task
         loss = self.weigh_labels(task) * self.cross_entropy(network, features, batch.labels, task)
         for teacher in training.part(Teachers) or ():
-            loss = loss + teacher.loss_weight * self.distill(network, features, teacher.logits(batch.inputs))
+            answers = teacher.logits(batch.inputs)
+            loss = loss + teacher.loss_weight * distill_heads(network, features, answers, self.settings.temperature)
         return loss
 
     def weigh_labels(self, task: int) -> float:
         """Return the weight of the cross entropy with the labels."""
         return 1.0
 
-    def distill(self, network: Network, features: Tensor, answers: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the distillation losses of the heads that the teacher has (Li and Hoiem, section 3)."""
-        heads = list(network.heads)[: len(answers)]
-        losses = [
-            distillation_loss(head(features)[:, : answer.shape[1]], answer, self.settings.temperature)
-            for head, answer in zip(heads, answers, strict=True)
-        ]
-        return torch.stack(losses).sum()
+
+def distill_heads(network: Network, features: Tensor, answers: Sequence[Tensor], temperature: float) -> Tensor:
+    """Return the sum of the distillation losses of the heads that the teacher has (Li and Hoiem, section 3)."""
+    heads = list(network.heads)[: len(answers)]
+    losses = [
+        distillation_loss(head(features)[:, : answer.shape[1]], answer, temperature)
+        for head, answer in zip(heads, answers, strict=True)
+    ]
+    return torch.stack(losses).sum()
 
 
 def drop_heads(weights: Weights) -> Weights:

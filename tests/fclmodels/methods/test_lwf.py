@@ -18,7 +18,7 @@ from fclmodels.federation.prediction import predict_by_heads
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.lwf import Lwf
-from fclmodels.methods.parts.distillation import Teachers
+from fclmodels.methods.parts.distillation import Teachers, distill_heads
 from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[0.2, 0.5]")
@@ -197,7 +197,7 @@ def test_a_heavier_lesson_keeps_old_answers(
         (last_model,) = teacher.prepare_training(client, method.payload(server)).part(Teachers)
         with torch.no_grad():
             features = training.network.backbone(batch.inputs)
-            distance = method.distill(training.network, features, last_model.logits(batch.inputs))
+            distance = distill_heads(training.network, features, last_model.logits(batch.inputs), 2.0)
         distances.append(float(distance))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4

@@ -1,0 +1,256 @@
+"""Data-free synthesis: the server makes images from the last task's model alone, while nobody sends anything new.
+
+A round of it moves a generator some steps down a loss of its images x, as the model, the teacher, answers them:
+
+    L = class_weight CE(t(x), y) + statistics_weight R(x) + student_weight A(x)
+
+R compares mean and variance of every batch normalisation's inputs with the running ones, A lets the images move to
+where a student of the same architecture errs (numerics/data_free.py). The images of the step with the least loss enter
+the pool, as uint8; then the student learns the teacher's answers on the pool. What a round trains is the method's
+(target.py). R is 0 where the network has no running statistics: there is none without batch normalisation, nor under
+`batch_norm: batch`. With heads of the tasks' own an image is of one (task, class), its CE is within that head, and what
+compares whole answers adds up over heads (ours); the releases have one head.
+
+Images are augmented as real samples are (the releases: shifted by 4 pixels and mirrored, whatever the data) and
+normalised by the stream's mean and deviation; no task's permutation of pixels is undone (ours).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from math import ceil, isfinite
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.errors import UserError
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.training.optimisers import Optimiser, read_optimiser_state, restore_optimiser
+from fclmodels.federation.training.server_training import ServerWork
+from fclmodels.methods.parts.joined_heads import join_heads
+from fclmodels.numerics.data_free import (
+    Statistics,
+    cross_entropy_of_own_head,
+    measure_statistics_gap,
+    oppose,
+    remember_statistics,
+)
+from fclmodels.numerics.distillation import distillation_loss
+from fclmodels.randomness import seed_torch
+from fclmodels.settings.base import Settings as BaseSettings
+from fclmodels.storage.trees import Tree
+
+MEMORY = 0.9  # share of the past in the statistics of batches
+BETAS = (0.5, 0.999)  # of Adam that trains a generator
+
+
+class SynthesisSettings(BaseSettings):
+    pool: PositiveInt = Field(8000, le=10_000_000, description="synthetic images that each client downloads a task")
+    batch: int = Field(256, ge=2, le=100_000, description="images that the generator makes at once")
+    g_steps: PositiveInt = Field(10, le=1_000_000, description="steps of the generator in a round")
+    warmup: NonNegativeInt = Field(20, le=1_000_000, description="rounds before the student's first")
+    rounds: PositiveInt | None = Field(
+        None, le=1_000_000, description="of synthesis in a task; null: as many as fill the pool after warmup"
+    )
+    pool_from: Literal["warmup", "start"] = Field(
+        "warmup", description="rounds whose images stay: those after warmup, or all (the releases' code)"
+    )
+    lr_g: PositiveFloat = Field(2e-3, le=1e3, description="rate of the generator's Adam")
+    class_weight: NonNegativeFloat = Field(0.5, le=1e6, description="weight of the cross entropy of the drawn classes")
+    statistics_weight: NonNegativeFloat = Field(
+        10.0, le=1e6, description="weight of the distance to batch normalisation's running statistics"
+    )
+    student_weight: NonNegativeFloat = Field(1.0, le=1e6, description="weight of A, which the student's errors lower")
+    student_steps: NonNegativeInt = Field(400, le=1_000_000, description="steps of the student in a round")
+    student_temperature: PositiveFloat = Field(20.0, le=1e6, description="by which its and the teacher's logits count")
+    noise: PositiveInt = Field(256, le=100_000, description="numbers that the generator makes an image of")
+    width: PositiveInt = Field(64, le=10_000, description="channels of the generator's last layers")
+
+
+class Synthesis(ServerWork):
+    """The server's work: a step is a round of synthesis."""
+
+    name = "synthesis"
+    # Rounds after `warmup`, counted from 1, from which A counts, and from which the student learns.
+    opposes_after: ClassVar[int]
+    learns_after: ClassVar[int]
+
+    def __init__(self, run: Run, settings: SynthesisSettings, teacher: Network, student: Network) -> None:
+        self.run = run
+        self.settings = settings
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.student = student.requires_grad_(True)
+        draw_anew(student, run, len(teacher.spec.tasks))
+        self.student_optimiser = self.make_student_optimiser()
+        self.sizes = [len(labels) for labels in teacher.spec.head_labels]
+        self.past: Statistics | None = None
+        self.latest: Statistics = []  # of the last images that were measured
+        self.count = 0  # of images in the pool
+        self.images = torch.empty(settings.pool, *teacher.spec.shape, dtype=torch.uint8)
+        self.columns = torch.empty(settings.pool, dtype=torch.int64)  # of these images
+
+    @property
+    def first_lesson(self) -> int:
+        """The round, counted from 1, from which the student learns."""
+        return max(1, self.settings.warmup + self.learns_after)
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds: by default as many as fill the pool from the student's first on."""
+        return self.settings.rounds or self.first_lesson - 1 + ceil(self.settings.pool / self.settings.batch)
+
+    @abstractmethod
+    def make_images(self, round: int) -> tuple[Tensor, Tensor, float]:
+        """Train the generator for a round; return its best images [batch, C, H, W], their columns and their loss."""
+
+    @abstractmethod
+    def make_student_optimiser(self) -> Optimiser:
+        """Return the student's optimiser."""
+
+    @property
+    def student_batch(self) -> int:
+        """The number of images in a step of the student."""
+        return self.settings.batch
+
+    def step(self, number: int) -> float:
+        round = number + 1
+        images, columns, loss = self.make_images(round)
+        if not isfinite(loss):
+            raise UserError(f"the server's synthesis diverged in round {round} (loss {loss}). Lower lr_g.")
+        self.past = remember_statistics(self.latest, self.past, MEMORY)
+        if round >= self.first_lesson or self.settings.pool_from == "start":
+            self.store(images, columns)
+        if round >= self.first_lesson and self.settings.student_weight:
+            self.teach_student(round - self.first_lesson)
+        return loss
+
+    def read_pool(self) -> tuple[Tensor, Tensor]:
+        """Return the pool's images [n, C, H, W], uint8, and their columns [n]."""
+        return self.images[: self.count], self.columns[: self.count]
+
+    def store(self, images: Tensor, columns: Tensor) -> None:
+        """Put images into the pool, as many as it still takes."""
+        end = min(self.count + len(images), len(self.images))
+        self.images[self.count : end] = (255 * images.clamp(0, 1)).to(torch.uint8)[: end - self.count]
+        self.columns[self.count : end] = columns[: end - self.count]
+        self.count = end
+
+    def state(self) -> Tree:
+        return {
+            "student": dict(self.student.state_dict()),
+            "student_optimiser": read_optimiser_state(self.student_optimiser),
+            "past": self.past,
+            "pool": self.read_pool(),
+        }
+
+    def restore(self, state: Tree) -> None:
+        self.student.load_state_dict(state["student"])
+        restore_optimiser(self.student_optimiser, state["student_optimiser"])
+        self.past = state["past"]
+        images, columns = state["pool"]
+        self.count = len(images)
+        self.images[: self.count], self.columns[: self.count] = images, columns
+
+    # The loss of images.
+
+    def augment(self, pixels: Tensor) -> Tensor:
+        """Return altered pixels, by draws from torch's global generator."""
+        batches = self.run.batches
+        return batches.augment_pixels(pixels, batches.make_device_generator(torch.default_generator))
+
+    def measure(self, inputs: Tensor, columns: Tensor, round: int) -> tuple[Tensor, Tensor]:
+        """Return the loss of images as the teacher reads them, and the teacher's features of them [B, F]."""
+        of = self.settings
+        with capture_statistics(self.teacher) as captured:
+            features = self.teacher.backbone(inputs)
+        self.latest = captured.batch
+        logits = join_heads(self.teacher, features)
+        loss = of.class_weight * cross_entropy_of_own_head(logits, columns, self.sizes)
+        if captured.batch:
+            gap = measure_statistics_gap(captured.batch, captured.running, self.past, MEMORY)
+            loss = loss + of.statistics_weight * gap
+        if of.student_weight and round >= of.warmup + self.opposes_after:
+            answers = join_heads(self.student, self.student.eval().backbone(inputs))
+            loss = loss + of.student_weight * oppose(answers, logits, self.sizes)
+        return loss, features
+
+    # The student.
+
+    def teach_student(self, rounds: int) -> None:
+        """Let the student learn the teacher's answers on the pool, after so many rounds of that."""
+        self.student.train()
+        draws = draw_endlessly(self.count, self.student_batch)
+        for places in islice(draws, self.settings.student_steps):
+            inputs = self.run.batches.normalise_pixels(self.augment(self.images[places].to(self.run.device)))
+            with torch.no_grad():
+                right = self.teacher.backbone(inputs)
+            loss = self.compare(self.student.backbone(inputs), right)
+            self.student_optimiser.zero_grad()
+            loss.backward()
+            self.student_optimiser.step()
+
+    def compare(self, features: Tensor, right: Tensor) -> Tensor:
+        """Return T^2 KL(teacher || student) by both's features, mean over images and summed over heads."""
+        T = self.settings.student_temperature
+        answers, answers_right = join_heads(self.student, features), join_heads(self.teacher, right).detach()
+        heads = zip(answers.split(self.sizes, 1), answers_right.split(self.sizes, 1), strict=True)
+        return torch.stack([T**2 * distillation_loss(s, t, T) for s, t in heads]).sum()
+
+
+class Captured(NamedTuple):
+    """Statistics of a network's batch normalisations: of the batch that passed last, and the running ones."""
+
+    batch: Statistics
+    running: Statistics
+
+
+@contextmanager
+def capture_statistics(network: nn.Module) -> Iterator[Captured]:
+    """While open, note mean and variance [channels] of what enters each layer that has running statistics."""
+    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+    captured = Captured([], [(layer.get_buffer("running_mean"), layer.get_buffer("running_var")) for layer in layers])
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        others = [axis for axis in range(args[0].dim()) if axis != 1]
+        variance, mean = torch.var_mean(args[0], others, correction=0)
+        captured.batch.append((mean, variance))
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        yield captured
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def draw_anew(network: Network, run: Run, learned: int) -> None:
+    """Draw a network's layers as the releases draw their student's; what else it has stays.
+
+    Weights of convolutions and linear layers by Xavier's normal, their biases from N(0, 1), gains of batch
+    normalisation from N(1, 0.02^2), its biases 0.
+    """
+    with seed_torch(run.seed, "student", learned, device=run.device):
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.xavier_normal_(module.weight)
+                if module.bias is not None:
+                    nn.init.normal_(module.bias)
+            elif isinstance(module, _BatchNorm):
+                nn.init.normal_(module.weight, mean=1, std=0.02)
+                nn.init.zeros_(module.bias)
+
+
+def draw_endlessly(count: int, size: int, random: torch.Generator | None = None) -> Iterator[Tensor]:
+    """Yield places among `count` in parts of this size, in a new random order each time that all have been drawn."""
+    order = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(count, generator=random)])
+        yield order[:size]
+        order = order[size:]
