@@ -9,8 +9,8 @@ that had the class, each of which keeps its first samples (ours; herding puts th
 stored samples take over the style of new ones once it is full (eq. 6), while their content and task stay.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -23,8 +23,13 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Memory
 from fclmodels.federation.run_context import Run
+from fclmodels.methods.parts.coreset_choice.bilevel_weights import BcsrSettings, choose_by_weights
+from fclmodels.methods.parts.coreset_choice.candidates import Candidates
+from fclmodels.methods.parts.coreset_choice.gradient_similarity import OcsSettings, choose_by_gradients
+from fclmodels.methods.parts.coreset_choice.reducible_loss import CsrelSettings, choose_by_reducible_loss
 from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.coreset import mix_styles, running_mean, select_by_herding
+from fclmodels.numerics.shares import split_evenly
 from fclmodels.settings.base import Settings as BaseSettings
 
 EMBED = 256  # samples that pass the network at once
@@ -32,11 +37,15 @@ EMBED = 256  # samples that pass the network at once
 
 class CoresetSettings(BaseSettings):
     budget: PositiveInt = Field(20, le=100_000, description="samples of each class that a client keeps")
-    selection: Literal["herding", "random"] = Field(
+    selection: Literal["herding", "random", "ocs", "csrel", "bcsr"] = Field(
         "herding",
         description="of a class's samples: one by one towards the prototype (ours: Algorithm 2's weights say nothing "
-        "of a new class); random: without looking",
+        "of a new class); random: without looking; ocs, csrel, bcsr: by gradients, by the loss that they save, by "
+        "learned weights (Figure 4's rivals)",
     )
+    ocs: OcsSettings = OcsSettings()
+    csrel: CsrelSettings = CsrelSettings()
+    bcsr: BcsrSettings = BcsrSettings()
     returning: Literal["share", "restyle"] = Field(
         "share",
         description="of a class that comes again: its tasks share its budget; restyle: where that is full, stored "
@@ -50,6 +59,9 @@ class CoresetSettings(BaseSettings):
     def _only_restyled_samples_mix(self) -> "CoresetSettings":
         if self.returning != "restyle" and self.mix != type(self).model_fields["mix"].default:
             raise ValueError("mix needs returning: restyle.")
+        for rule in ("ocs", "csrel", "bcsr"):
+            if self.selection != rule and getattr(self, rule) != CoresetSettings.model_fields[rule].default:
+                raise ValueError(f"{rule} needs selection: {rule}.")
         return self
 
 
@@ -62,21 +74,25 @@ class CoresetMemory:
             raise UserError(f"methods.{method} mixes styles of images, these samples are texts. Use er or agem.")
 
     def add_task(self, client: Client, network: Network) -> Memory:
-        """Return the client's memory with samples of its task, selected by the features of this network."""
+        """Return the client's memory with samples of its task, chosen on this network."""
         arriving = client.run.batches.read_raw(client.rows)
         old = unpack_samples(client.memory) or arriving.take(torch.arange(0))
-        old_features, new_features = embed(client, network, old), embed(client, network, arriving)
-        counts = dict(client.memory.get("seen", {}))
-        stored = []
-        for label in torch.cat([old.labels, arriving.labels]).unique().tolist():
-            old_rows, new_rows = (batch.labels.cpu().eq(label).nonzero().flatten() for batch in (old, arriving))
-            of_old, of_new = old_features[old_rows], new_features[new_rows]
-            mean = running_mean(of_old, counts.get(str(label), 0), of_new)
-            stays = self.retain(old.take(old_rows), len(new_rows))
-            places = self.choose(client, of_new, mean, of_old[stays])
-            stored.append(self.merge(old.take(old_rows[stays]), arriving.take(new_rows[places])))
-            counts[str(label)] = counts.get(str(label), 0) + len(of_new)
-        return {**client.memory, **pack_samples(Batch.concatenate(stored)), "seen": counts}
+        seen = dict(client.memory.get("seen", {}))
+        places_of_old = {
+            label: old.labels.cpu().eq(label).nonzero().flatten()
+            for label in torch.cat([old.labels, arriving.labels]).unique().tolist()
+        }
+        arriving_of = {label: int(arriving.labels.eq(label).sum()) for label in places_of_old}
+        stays = {
+            label: places[self.retain(old.take(places), arriving_of[label])] for label, places in places_of_old.items()
+        }
+        room = {label: self.find_room(len(stays[label]), count) for label, count in arriving_of.items() if count}
+        candidates = Candidates(client, network, arriving, old, stays, room, seen)
+        chosen = self.choose(candidates) if room else {}
+        none = arriving.take(torch.arange(0))
+        stored = [self.merge(old.take(places), chosen.get(label, none)) for label, places in stays.items()]
+        seen |= {str(label): seen.get(str(label), 0) + count for label, count in arriving_of.items()}
+        return {**client.memory, **pack_samples(Batch.concatenate(stored)), "seen": seen}
 
     def retain(self, old: Batch, arriving: int) -> Tensor:
         """Return the places of a class's stored samples that stay when so many new ones arrive.
@@ -92,18 +108,19 @@ class CoresetMemory:
             [tasks.eq(t).nonzero().flatten()[:n] for t, n in zip(present, shares, strict=False)] or [tasks]
         )
 
-    def choose(self, client: Client, new: Tensor, mean: Tensor, old: Tensor) -> Tensor:
-        """Return the places of the selected new samples of a class, by the features [n, F] of new and stored ones.
+    def find_room(self, stored: int, arriving: int) -> int:
+        """Return how many of a class's new samples are chosen beside so many stored ones.
 
         As many as there is room for; without room, as many as are stored, whose style they change.
         """
-        room = self.settings.budget - len(old)
-        count = min(len(new), room or len(old) * (self.settings.returning == "restyle"))
-        if not count:
-            return torch.arange(0)
-        if self.settings.selection == "random":
-            return torch.randperm(len(new), generator=client.generator("coreset"))[:count]
-        return select_by_herding(new, count, mean, old)
+        room = self.settings.budget - stored
+        return min(arriving, room or stored * (self.settings.returning == "restyle"))
+
+    def choose(self, candidates: Candidates) -> dict[int, Batch]:
+        """Return the new samples of each class to store."""
+        name = self.settings.selection
+        places = PLACES[name](candidates, getattr(self.settings, name, None))
+        return {label: candidates.new.take(of_class) for label, of_class in places.items()}
 
     def merge(self, old: Batch, new: Batch) -> Batch:
         """Return the samples of a class to store: old and new ones, or old ones with the new ones' styles."""
@@ -116,14 +133,37 @@ class CoresetMemory:
         return Batch(mixed, old.labels, old.tasks)
 
 
-def split_evenly(budget: int, needs: Sequence[int]) -> list[int]:
-    """Return the share of a budget for each need: as equal as can be, none above its need, a rest to the last ones."""
-    shares = [0] * len(needs)
-    rising = sorted(range(len(needs)), key=lambda place: (needs[place], place))
-    for done, place in enumerate(rising):
-        shares[place] = min(needs[place], budget // (len(needs) - done))
-        budget -= shares[place]
-    return shares
+def choose_at_random(candidates: Candidates, _: None) -> dict[int, Tensor]:
+    """Return places of so many samples of each class as there is room for."""
+    chosen = {}
+    for label, room in candidates.room.items():
+        places = candidates.find_places(label)
+        chosen[label] = places[torch.randperm(len(places), generator=candidates.client.generator("coreset"))[:room]]
+    return chosen
+
+
+def choose_by_herding(candidates: Candidates, _: None) -> dict[int, Tensor]:
+    """Return the places of each class's samples whose mean feature, with the stored ones', nears the prototype."""
+    client, network = candidates.client, candidates.network
+    old_features, new_features = embed(client, network, candidates.old), embed(client, network, candidates.new)
+    old_labels = candidates.old.labels.cpu()
+    chosen = {}
+    for label, room in candidates.room.items():
+        places, stays = candidates.find_places(label), candidates.stays[label]
+        of_new, of_old = new_features[places], old_features[old_labels.eq(label).nonzero().flatten()]
+        prototype = running_mean(of_old, candidates.seen.get(str(label), 0), of_new)
+        chosen[label] = places[select_by_herding(of_new, room, prototype, old_features[stays])]
+    return chosen
+
+
+# Rules by `selection` that choose among a client's samples.
+PLACES: dict[str, Callable[[Candidates, Any], dict[int, Tensor]]] = {
+    "herding": choose_by_herding,
+    "random": choose_at_random,
+    "ocs": choose_by_gradients,
+    "csrel": choose_by_reducible_loss,
+    "bcsr": choose_by_weights,
+}
 
 
 def embed(client: Client, network: Network, raw: Batch) -> Tensor:

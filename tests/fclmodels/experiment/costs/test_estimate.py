@@ -1,10 +1,9 @@
 """The expected costs of a run beside those of the run itself, within a factor of 1.5, for every method."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,13 @@ from fclmodels.experiment.costs.estimate import (
 )
 from fclmodels.experiment.costs.trial import TooLarge, TrialFailedError, measure
 from fclmodels.experiment.experiment import Experiment
-from fclmodels.settings.load import collect_settings
+from fclmodels.settings.load import collect_settings, load_params
 from fclmodels.storage.sealed_json import write_json
 
 FACTOR = 1.5
 DAILY = ("fedavg", "er", "fot", "pip-dualp")
 WITH_WORKERS = ("fedavg", "fot", "icarl", "stamp", "pip-dualp")  # which take seconds to start
 OURS = sorted(plugins.load_all("method"))
-EACH = [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in OURS]
 ROUNDS = ("federation.rounds=3", "federation.clients_per_round=3")
 SHORT = ("federation.batch_size=8", "federation.rounds=2", "federation.workers=2", "federation.threads=1")
 COSTS = Estimate(
@@ -51,8 +49,12 @@ COSTS = Estimate(
 
 
 @pytest.fixture(scope="module")
-def splits(splits_of: Callable[..., Splits]) -> Splits:
-    return splits_of(tasks=5, clients=6, train=12)
+def run_alone() -> Iterator[Callable[..., Any]]:
+    """A function that calls another in a process of its own, forked from one that has imported everything."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([trial.__name__])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        yield lambda function, *args: processes.submit(function, *args).result()
 
 
 def order_trial(run: Experiment, folder: Path, executor: str = "serial") -> dict[str, Any]:
@@ -64,62 +66,66 @@ def order_trial(run: Experiment, folder: Path, executor: str = "serial") -> dict
     return facts | {"executor": executor, "threads": 1, "memory": None}
 
 
-@pytest.mark.parametrize("method", EACH)
+def run_whole(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of the run that a trial's order is of, with the memory and the disk that it took."""
+    folder, before = Path(order["folder"]), machine.read_status("VmRSS") or 0
+    params, splits = load_params(folder / "params.yaml"), Splits.open(Path(order["splits"]))
+    with Experiment(params, order["method"], order["seed"], splits, folder / "whole") as run:
+        result = run.run(folder / "run")
+        peaks = {"main": machine.read_peak_memory() - before, "worker": machine.read_peak_memory_of_children()}
+    stored = sum(file.stat().st_size for file in (folder / "whole" / "store").rglob("*") if file.is_file())
+    return {**result, **peaks, "stored": stored, "client": result["bytes_kept"] / splits.clients}
+
+
+def is_close(expected: float, measured: float, factor: float = FACTOR) -> bool:
+    return expected == measured or measured / factor < expected < measured * factor
+
+
+def check_bytes_and_disk(expected: Estimate, whole: dict[str, Any], luck: float = 1.0) -> None:
+    assert is_close(expected.bytes_up, whole["bytes_up"])
+    assert is_close(expected.bytes_down, whole["bytes_down"])
+    assert is_close(expected.client_memory, whole["client"], luck * FACTOR)
+    assert whole["stored"] / FACTOR < expected.disk + 2**17  # tables of a small run are as large as its models
+
+
+@pytest.mark.parametrize("method", DAILY)
 def test_bytes_and_disk_are_as_expected(
-    method: str, splits: Splits, experiment_of: Callable[..., Experiment], tmp_path: Path
+    method: str, splits_of: Callable[..., Splits], experiment_of: Callable[..., Experiment], tmp_path: Path
 ) -> None:
-    run = experiment_of(*ROUNDS, method=method, splits=splits)
-    expected = extrapolate(measure(order_trial(run, tmp_path / "trial")), run.method, run.choice)
-    result = run.run(tmp_path / "run")
-    stored = sum(file.stat().st_size for file in (run.home / "store").rglob("*") if file.is_file())
-    kept = result["bytes_kept"] / splits.clients
-    luck = 2 if method == "rgo-approx" else 1  # two clients in five store something, by a draw for each task
-    for ours, theirs, factor in (
-        (expected.bytes_up, result["bytes_up"], FACTOR),
-        (expected.bytes_down, result["bytes_down"], FACTOR),
-        (expected.client_memory, kept, luck * FACTOR),
-    ):
-        assert ours == theirs or theirs / factor < ours < theirs * factor
-    assert stored / FACTOR < expected.disk + 2**17  # tables of a run this small are as large as its models
+    run = experiment_of(*ROUNDS, method=method, splits=splits_of(tasks=5, clients=6, train=12))
+    order = order_trial(run, tmp_path / "trial")
+    check_bytes_and_disk(extrapolate(measure(order), run.method, run.choice), run_whole(order))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "method"), [*(("serial", name) for name in OURS), *(("processes", name) for name in WITH_WORKERS)]
 )
-def test_memory_is_as_expected(
+def test_costs_are_as_expected(
     method: str,
     executor: str,
+    run_alone: Callable[..., Any],
     splits_of: Callable[..., Splits],
     new_experiment: Callable[..., Experiment],
     tmp_path: Path,
 ) -> None:
     """With a network of 12 MB, or a transformer."""
-    splits = splits_of(tasks=4, clients=3, train=16, shape=(3, 24, 24))
     on_transformer = getattr(plugins.find("method", method), "attaches", Adapted).needs_transformer
     has_hidden = not on_transformer and method != "dytox"  # whose backbone is a convit
     wide = ("model.hidden=1024",) if has_hidden else ()
     settings = (*SHORT, *wide, f"federation.executor={executor}")
+    splits = splits_of(tasks=4, clients=3, train=16, shape=(3, 24, 24))
     with new_experiment(*settings, method=method, splits=splits, home=tmp_path / "home") as run:
-        expected = estimate_run(run)
-        order = order_trial(run, tmp_path / "whole", executor)
+        order = order_trial(run, tmp_path / "trial", executor)
+        expected = extrapolate(run_alone(measure, order), run.method, run.choice)
         workers = min(2, run.method.sample_size(0)) if executor == "processes" else 0
-    code = (
-        "import json, sys; from pathlib import Path; from fclmodels import machine;"
-        "from fclmodels.data.splits.split_reader import Splits; from fclmodels.settings.load import load_params;"
-        "from fclmodels.experiment.experiment import Experiment; order = json.loads(sys.argv[1]);"
-        "folder = Path(order['folder']); held = machine.read_status('VmRSS');"
-        "splits = Splits.open(Path(order['splits'])); params = load_params(folder / 'params.yaml');\n"
-        "with Experiment(params, order['method'], 0, splits, folder / 'home') as run:\n"
-        "    run.run(folder / 'run')\n"
-        "    print(json.dumps([machine.read_peak_memory() - held, machine.read_peak_memory_of_children()]))"
-    )
-    whole = subprocess.run([sys.executable, "-c", code, json.dumps(order)], capture_output=True, text=True, check=True)
-    main, worker = json.loads(whole.stdout.splitlines()[-1])
+    whole = run_alone(run_whole, order)
+    luck = 2 if method == "rgo-approx" else 1  # two clients in five store something, by a draw for each task
+    check_bytes_and_disk(expected, whole, luck)
     held = machine.read_status("VmRSS") or 0
-    assert (held + main) / FACTOR < expected.main_bytes < (held + main) * FACTOR
+    assert is_close(expected.main_bytes, held + whole["main"])
     assert expected.workers == workers
-    assert worker / FACTOR < expected.worker_bytes < worker * FACTOR or expected.workers == 0
+    assert is_close(expected.worker_bytes, whole["worker"])
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused_by_its_trial(

@@ -20,11 +20,13 @@ from fclmodels.federation.client import Client
 from fclmodels.federation.exchange import Answer, Memory
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
-from fclmodels.methods.parts.coreset_memory import split_evenly
+from fclmodels.methods.parts.coreset_memory import PLACES
 from fclmodels.methods.parts.replay_memory import unpack_samples
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.coreset import mix_styles
+from fclmodels.numerics.shares import split_evenly
 
+RULES = tuple(PLACES)
 # Client 0 has a single sample a task, client 1 misses a task, client 2 joins at the third.
 UNEVEN = {(0, 0): 1, (1, 0): 1, (2, 0): 1, (0, 1): 9, (2, 1): 5, (2, 2): 7, (3, 2): 4, (1, 3): 6, (0, 3): 3, (3, 0): 1}
 
@@ -75,7 +77,7 @@ def answered(method: Any, client: Client) -> Memory:
     return method.store_coreset(client, method.payload(after_task(method, client.task))).memory
 
 
-@pytest.mark.parametrize("selection", ["herding", "random"])
+@pytest.mark.parametrize("selection", RULES)
 @pytest.mark.parametrize("budget", [1, 2, 1000])
 def test_a_memory_holds_so_many_of_each_class_that_the_client_had(
     selection: str, budget: int, method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]
@@ -127,7 +129,7 @@ def remembered(method: Any, federate: Callable) -> list[Memory]:
     return [method.memories[task, 0] for task in range(len(method.run.splits.tasks))]
 
 
-@pytest.mark.parametrize("selection", ["herding", "random"])
+@pytest.mark.parametrize("selection", RULES)
 def test_tasks_that_have_a_class_share_its_budget(
     selection: str, method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]
 ) -> None:

@@ -1,0 +1,60 @@
+"""FL with a coreset: FedAvg whose clients replay the samples that a rule has chosen (STAMP, Figure 4).
+
+STAMP's rivals there are rules of choice within "vanilla FL": OCS, CSReL, BCSR, and images by SRe2L. Each client chooses
+`budget` samples of each class when a task has ended, on the final global model (coreset_memory.py), and replays them as
+`er` does, with equal weight. How the paper lets old samples back into training is not said, so that is ours; `random`
+is the rule that the others have to beat.
+"""
+
+from torch import Tensor, nn
+
+from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.federation.engine.cohort import Cohort
+from fclmodels.federation.exchange import Answer, Exchange
+from fclmodels.federation.messages import Payload
+from fclmodels.federation.run_context import Run
+from fclmodels.federation.server import Server
+from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.coreset_memory import CoresetMemory, CoresetSettings
+from fclmodels.methods.parts.replay_memory import Replay, descend_both, unpack_samples
+
+
+class CoresetEr(FedAvg):
+    """Each client trains on its new samples and on a chosen few of each old class, with equal weight."""
+
+    name = "coreset-er"
+    paper = "Exploiting Client Heterogeneity for Forgetting Mitigation in Federated Continual Learning"
+
+    class Settings(CoresetSettings, FedAvg.Settings):
+        pass
+
+    settings: Settings
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        self.coreset = CoresetMemory(settings, run, self.name)
+        self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
+
+    def finish_task(self, server: Server, cohort: Cohort) -> Server:
+        cohort.ask(self.store, server)
+        return server
+
+    def store_coreset(self, client: Client, payload: Payload) -> Answer:
+        """Return the memory with the task's coreset; the answer itself is empty."""
+        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        return Answer({}, self.coreset.add_task(client, network))
+
+    def start_training(self, training: LocalTraining, payload: Payload) -> None:
+        samples = unpack_samples(training.client.memory)
+        if samples is not None:
+            training.add(Replay(training.client, samples))
+
+    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        """Return earlier tasks' own heads too: replayed samples go through them."""
+        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+
+    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.cross_entropy)

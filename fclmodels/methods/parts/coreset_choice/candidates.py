@@ -1,0 +1,93 @@
+"""The samples among which a client chooses when a task has ended, and what the rules of choice do with them."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fclmodels.backbones.model.network import FROZEN, Network, build_network, list_frozen
+from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.data.batches import Batch
+from fclmodels.federation.client import Client
+from fclmodels.numerics.shares import split_evenly
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A task's samples that have not been stored yet, and those of earlier tasks that have."""
+
+    client: Client
+    network: Network  # the final global model, in evaluation mode
+    new: Batch  # as prepared, not normalised
+    old: Batch
+    stays: Mapping[int, Tensor]  # of each class of either, the places of its stored samples that stay
+    room: Mapping[int, int]  # of each class of the task, for how many of its samples there is room
+    seen: Mapping[str, int]  # how many samples of a class the client has had
+
+    def find_places(self, label: int) -> Tensor:
+        """Return the places of a class among the new samples."""
+        return self.new.labels.cpu().eq(label).nonzero().flatten()
+
+    @cached_property
+    def inputs(self) -> Batch:
+        """The new samples as the network takes them."""
+        return self.client.run.batches.prepare_inputs(self.new)
+
+    @cached_property
+    def stored_inputs(self) -> Batch:
+        return self.client.run.batches.prepare_inputs(self.old)
+
+    def take_best(self, scores: Tensor) -> dict[int, Tensor]:
+        """Return of each class the places of the new samples with the highest scores [n], the best first."""
+        best = {}
+        for label, room in self.room.items():
+            places = self.find_places(label)
+            best[label] = places[scores[places].argsort(descending=True, stable=True)[:room]]
+        return best
+
+    def share_out(self, count: int) -> dict[int, int]:
+        """Return how many of so many samples each class has: as equal as there is room."""
+        return dict(zip(self.room, split_evenly(count, list(self.room.values())), strict=True))
+
+    def copy_network(self) -> Network:
+        """Return the final model for training on: its parameters move, but for those of frozen blocks."""
+        network = copy.deepcopy(self.network)
+        frozen = list_frozen(network.spec, network)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(name not in frozen and not name.startswith(FROZEN))
+        return network
+
+    def draw_network(self, purpose: str) -> Network:
+        """Return a network as training starts from, drawn anew."""
+        network = self.copy_network()
+        drawn = build_network(network.spec, self.client.generator(purpose)).state_dict()
+        network.load_state_dict({name: drawn[name] for name in network.state_dict()})
+        return network
+
+
+def measure_losses(network: Network, batch: Batch) -> Tensor:
+    """Return each sample's cross entropy [B]: over all classes so far, or in its task's own head."""
+    features = network.backbone(batch.inputs)
+    if network.spec.head == "growing":
+        return cross_entropy(network.compute_logits(features), batch.labels, reduction="none")
+    losses = features.new_zeros(len(features))
+    for task in batch.tasks.unique().tolist():
+        mine = (batch.tasks == task).nonzero().flatten()
+        labels = to_local_labels(network.spec, task, batch.labels[mine])
+        own = cross_entropy(network.compute_logits(features[mine], task), labels, reduction="none")
+        losses = losses.index_add(0, mine, own)
+    return losses
+
+
+def list_trained(network: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+
+def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
+    """Yield a batch's samples, so many at a time."""
+    for places in torch.arange(len(batch.labels)).split(size):
+        yield batch.take(places)
