@@ -74,7 +74,7 @@ def step_model(network: Network, batch: Batch, p: Tensor, lr: float) -> None:
     gradients = torch.autograd.grad((p * measure_losses(network, batch)).mean(), parameters, materialize_grads=True)
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter -= lr * gradient
+            parameter.sub_(lr * gradient)
 
 
 def draw_places(places: Tensor, room: int, weights: Tensor, losses: Tensor, random: torch.Generator) -> Tensor:
