@@ -5,7 +5,9 @@ import polars as pl
 HONEST = ("task_aware", "task_agnostic", "task_predicted")  # of samples whose batches do not tell their task
 MIXED_BATCH = "mixed_batch_task_predicted"
 PAPER = ("paper_task_aware", "paper_task_agnostic", "paper_task_predicted")  # batches of one task each
-READINGS = (*HONEST, MIXED_BATCH, *PAPER)  # in the order in which they are shown
+# Of clients' own models on the classes that each has had, where the server's model answers too.
+PERSONAL = {"task_aware": "personal_task_aware", "task_agnostic": "personal_task_agnostic"}
+READINGS = (*HONEST, MIXED_BATCH, *PAPER, *PERSONAL.values())  # in the order in which they are shown
 
 ACCURACY = pl.Schema(
     {

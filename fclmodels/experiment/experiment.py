@@ -274,9 +274,13 @@ class Experiment:
 
     def _evaluate_tables(self, step: Step) -> evaluation.Tables:
         server, memories, _ = self._load_state(step)
-        if self.method.is_personal and step.task > 0:
+        is_personal = self.method.is_personal and step.task > 0
+        if is_personal and not self.method.has_global_model:
             return self._evaluate_on_clients(step, server, memories)
-        return evaluation.evaluate(self.method, server, EVALUATIONS[step.stage], self.choice.at_once)
+        tables = evaluation.evaluate(self.method, server, EVALUATIONS[step.stage], self.choice.at_once)
+        if is_personal:
+            return evaluation.put_beside(tables, self._evaluate_on_clients(step, server, memories))
+        return tables
 
     def _evaluate_on_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
         checkpoints = Checkpoints(self.make_checkpoint_folder(step))

@@ -4,7 +4,8 @@ task_aware: only columns of the sample's task may answer. task_agnostic: columns
 columns of the task that the method predicts for each sample (of all learned tasks, where it predicts none).
 Learned tasks are mixed in fixed batches, so that no batch tells which task it is from. Where a method can predict one
 task for a whole batch, mixed_batch_task_predicted does so with these batches. Readings that depend on the batch are
-taken a second time in batches of one task, under the name of the papers' protocol.
+taken a second time in batches of one task, under the name of the papers' protocol. Where clients have models of their
+own beside the server's, these answer too, each on its own classes, in the readings personal_*.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.randomness import generator
-from fclmodels.tables import ACCURACY, CONFUSION, HONEST, MIXED_BATCH, PAPER, READINGS
+from fclmodels.tables import ACCURACY, CONFUSION, HONEST, MIXED_BATCH, PAPER, PERSONAL, READINGS
 
 if TYPE_CHECKING:
     from fclmodels.federation.method import Method
@@ -77,10 +78,25 @@ def evaluate_on_client(method: "Method", client: Client, payload: Payload, split
     """Return the reply with both tables of a client's own model, on its own rows (or those that clients share)."""
     run = method.run
     rows = [run.splits.select_held_out_rows(split, task.index, client.index) for task in run.splits.tasks]
+    if method.has_global_model:
+        rows = [select_own_classes(run, task, client.index, of) for task, of in enumerate(rows)]
     server = Server(run.spec(client.task + 1), payload["weights"].tensors, client.task)
     alone = depends_on_batch(method.networks.of(server.spec))
     tables = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)
     return Reply({"tables": Part("count", encode(tables), "each")})
+
+
+def select_own_classes(run: Run, task: int, client: int, rows: Rows) -> Rows:
+    """Return those of a task's rows whose class the client has in its train rows of the task."""
+    own = run.splits.select_rows(task, "train", client).labels
+    return rows.take(np.flatnonzero(np.isin(rows.labels, own)))
+
+
+def put_beside(tables: Tables, personal: Tables) -> Tables:
+    """Return the tables of the server's model, with the accuracy of the clients' own models under names of its own."""
+    name = pl.col("reading")
+    apart = personal.accuracy.filter(name.is_in(list(PERSONAL))).with_columns(name.replace(PERSONAL))
+    return Tables(pl.concat([tables.accuracy, apart]), tables.confusion)
 
 
 def read(

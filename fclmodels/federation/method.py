@@ -214,6 +214,9 @@ class Method:
         """Return whether a part of the model stays with each client, so that evaluation has to take place there."""
         return False
 
+    # Whether, where `is_personal`, the server's model answers too: clients' own then have readings apart, personal_*.
+    has_global_model: ClassVar[bool] = False
+
     # Hooks of the local training loop (training/local_training.py), and of a network when it is built.
 
     trainable: Callable[[Network, int], dict[str, nn.Parameter]]  # the parameters that a task's local training moves

@@ -32,6 +32,7 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.parts.springs import add_spring_forces, extend_rows
 
 BATCH = 64  # samples whose activations are in memory at a time
 Tensors = dict[str, Tensor]
@@ -121,15 +122,9 @@ class Ewc(FedAvg):
         signs = torch.randint(2, log_p.shape, generator=random).to(log_p) * 2 - 1
         return (signs * (log_p.detach() / 2).exp() * log_p).sum(1)
 
-    @torch.no_grad()
     def gradient(self, training: LocalTraining) -> None:
         """Add lambda F (w - centre), for the rows of a head that were there when F was taken."""
-        memory, gradients = training.client.memory, training.gradients
-        for name, fisher in memory.get("fisher", {}).items():
-            if name in gradients:
-                rows = slice(len(fisher))
-                stretch = training.parameters[name][rows] - memory["centre"][name]
-                gradients[name][rows].addcmul_(fisher, stretch, value=self.settings.lam)
+        add_spring_forces(training, "fisher", "centre", self.settings.lam)
 
 
 def add_penalties(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors]) -> tuple[Tensors, Tensors]:
@@ -147,8 +142,3 @@ def add_penalties(before: tuple[Tensors, Tensors], after: tuple[Tensors, Tensors
 def fade_fisher(before: Tensors, after: Tensors, gamma: float) -> Tensors:
     """Return gamma F + F_t."""
     return {name: fisher + gamma * extend_rows(before[name], len(fisher)) for name, fisher in after.items()}
-
-
-def extend_rows(old: Tensor, count: int) -> Tensor:
-    """Return the tensor with rows of zeros for the rows that a head has gained since."""
-    return torch.cat([old, old.new_zeros(count - len(old), *old.shape[1:])])

@@ -20,6 +20,7 @@ class Metric(NamedTuple):
 
 
 _BATCH = "but in test batches that hold one task each, as in some papers' code: a batch gives its task away."
+_OWN = "each client's own model answers, on test samples of the classes that this client has had of each task."
 BY_BATCH = {  # by the beginning of their names, the readings that depend on the evaluation batch
     "mixed_batch_": "mixed-batch: one task is predicted for a whole batch of mixed tasks",
     "paper_": "paper: batches of one task, the papers' protocol, which tells the method that samples belong together",
@@ -44,6 +45,8 @@ READINGS = {
         "test batches hold one task each, as in some papers' code, and where the method can, it predicts one task "
         "for all of a batch: each sample profits from knowing that the others are of its task.",
     ),
+    "personal_task_aware": Label("Personal, task-aware", f"the task is given; {_OWN}"),
+    "personal_task_agnostic": Label("Personal, task-agnostic", f"the task is not given; {_OWN}"),
 }
 
 METRICS = {

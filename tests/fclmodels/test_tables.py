@@ -21,4 +21,4 @@ def test_a_run_writes_these_columns(experiment_of: Callable, tmp_path: Path) -> 
 
 
 def test_readings_are_named_once() -> None:
-    assert len(set(tables.READINGS)) == len(tables.READINGS) == 7
+    assert len(set(tables.READINGS)) == len(tables.READINGS) == 9

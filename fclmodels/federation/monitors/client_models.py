@@ -45,6 +45,11 @@ class ClientModels(Monitor):
 
     def __init__(self, method: "Method", task: int, log: Log) -> None:
         refuse_personal(method, "client_models", "model")
+        if method.has_global_model:
+            raise UserError(
+                f"monitors.client_models: clients of {method.name} have models of their own, whose accuracies are the "
+                "readings personal_*. Set it to false."
+            )
         if not sends_update(method, 0):
             raise UserError(
                 f"monitors.client_models: clients of {method.name} send no update of the model. Set it to false."

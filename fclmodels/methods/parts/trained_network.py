@@ -26,7 +26,7 @@ class TrainedNetwork:
 
     def personal_names(self, network: Network) -> set[str]:
         """Return the names of the tensors that stay with each client."""
-        return list_statistics(network) if self.is_personal else set()
+        return list_statistics(network) if self.batch_norm == "local" else set()
 
     def list_unsent_names(self, network: Network, task: int, round: int) -> set[str]:
         """Return the personal names that a client does not send after a round."""

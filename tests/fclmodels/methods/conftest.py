@@ -1,15 +1,17 @@
 """Short ways for tests of methods that learn something at the end of each task, or bend local training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fclmodels.backbones.model.network import Network
+from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.messages import Payload, Reply
@@ -17,7 +19,33 @@ from fclmodels.federation.method import Method
 from fclmodels.federation.protection.secure_aggregation import decode_sum, encode_reply
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.methods.parts.surrogate import Surrogate, SurrogateBatch, SurrogateSettings
 from fclmodels.settings.federation import SecAggSettings
+
+
+class Scalar(Surrogate):
+    """A model v x of loss (v x - y)^2 / 2, which sees all samples at once."""
+
+    def __init__(self) -> None:
+        self.network = nn.Linear(1, 1, bias=False)  # type: ignore[assignment]
+        nn.init.constant_(self.network.weight, 0.2)  # type: ignore[arg-type]
+        self.parameters = {"weight": self.network.weight}  # type: ignore[dict-item]
+        self.origin = {"weight": torch.full((1, 1), 0.2)}
+        self.settings, self.lr = SurrogateSettings(**{"lambda": 0.25, "passes": 2}), 0.1
+
+    def iterate(self, samples: Batch) -> Iterator[SurrogateBatch]:
+        for number in (1, 2):
+            yield SurrogateBatch(number, torch.arange(len(samples.labels)), samples)
+
+    def compute_losses(self, batch: Batch) -> Tensor:
+        return (self.network(batch.inputs)[:, 0] - batch.labels).square() / 2
+
+
+@pytest.fixture
+def scalar_surrogate() -> tuple[Surrogate, Batch]:
+    """Such a model from v = 0.2, lambda 0.25, rate 0.1, two passes; and three samples."""
+    labels, tasks = torch.tensor([1, 1, -1]), torch.zeros(3, dtype=torch.int64)
+    return Scalar(), Batch(torch.tensor([[1.0], [2.0], [1.0]]), labels, tasks)
 
 
 @pytest.fixture

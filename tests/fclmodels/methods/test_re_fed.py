@@ -1,46 +1,27 @@
 """Re-Fed: surrogate and scores against worked numbers and autograd sample by sample; what stays; limit cases."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from torch import Tensor, nn
 
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.replay_memory import unpack_samples
-from fclmodels.methods.parts.surrogate import Surrogate, SurrogateBatch, SurrogateSettings
+from fclmodels.methods.parts.surrogate import Surrogate
 from fclmodels.methods.re_fed import ReFed
 from fclmodels.methods.re_fed_plus import ReFedPlus
 
 WHOLE = ("federation.batch_size=64", "optimizer.lr=0.1")
 
 
-class Scalar(Surrogate):
-    """A model v x of loss (v x - y)^2 / 2, which sees all samples at once."""
-
-    def __init__(self) -> None:
-        self.network = nn.Linear(1, 1, bias=False)  # type: ignore[assignment]
-        nn.init.constant_(self.network.weight, 0.2)  # type: ignore[arg-type]
-        self.parameters = {"weight": self.network.weight}  # type: ignore[dict-item]
-        self.origin = {"weight": torch.full((1, 1), 0.2)}
-        self.settings, self.lr = SurrogateSettings(**{"lambda": 0.25, "passes": 2}), 0.1
-
-    def iterate(self, samples: Batch) -> Iterator[SurrogateBatch]:
-        for number in (1, 2):
-            yield SurrogateBatch(number, torch.arange(len(samples.labels)), samples)
-
-    def compute_losses(self, batch: Batch) -> Tensor:
-        return (self.network(batch.inputs)[:, 0] - batch.labels).square() / 2
-
-
-def test_the_worked_surrogate_and_its_scores(method_of: Callable) -> None:
-    samples = Batch(torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([1, 1, -1]), torch.zeros(3, dtype=torch.int64))
-    scores = method_of(ReFed).score(surrogate := Scalar(), samples)
+def test_the_worked_surrogate_and_its_scores(method_of: Callable, scalar_surrogate: tuple[Surrogate, Batch]) -> None:
+    surrogate, samples = scalar_surrogate
+    scores = method_of(ReFed).score(surrogate, samples)
     assert_allclose(scores, [1.186667, 1.746667, 1.813333], atol=1e-6)
     assert_allclose(surrogate.network.weight.item(), 0.244, atol=1e-6)
 

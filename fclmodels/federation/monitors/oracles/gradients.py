@@ -76,7 +76,7 @@ class Oracle(Monitor):
 
 def refuse_personal(method: "Method", monitor: str, quantity: str) -> None:
     """Raise UserError where there is no global model whose quantity a monitor could read."""
-    if method.is_personal:
+    if method.is_personal and not method.has_global_model:
         raise UserError(
             f"monitors.{monitor}: {method.name} leaves a part of the model with each client (batch_norm: local), "
             f"so there is no global {quantity} to look at. Set monitors.{monitor} to false, or batch_norm to average."

@@ -115,3 +115,10 @@ def test_a_model_of_which_a_part_stays_with_its_client_is_refused(
     settings = ("model.backbone=resnet18", "methods.fedavg.batch_norm=local", "monitors.client_models=true")
     with pytest.raises(UserError, match=r"monitors\.client_models: fedavg leaves a part of the model"):
         experiment_of(*settings).run(tmp_path / "run")
+
+
+def test_clients_with_models_of_their_own_have_readings_for_these(
+    experiment_of: Callable[..., Experiment], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"fedas have models of their own.* readings personal_\*"):
+        experiment_of("monitors.client_models=true", method="fedas").run(tmp_path / "run")

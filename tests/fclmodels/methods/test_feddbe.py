@@ -1,0 +1,92 @@
+"""FedDBE: the running mean and pull against worked numbers, the exchange, a client's vector, FedAvg as a limit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.feddbe import FedDbe, RunningMean, measure_bias
+
+ONE_STEP = ("federation.batch_size=64", "federation.rounds=1", "optimizer.lr=0.1")
+
+
+def test_the_worked_running_mean_and_its_pull() -> None:
+    mean, g = RunningMean(0.1), torch.ones(2)
+    first = mean.follow(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+    assert_allclose(first, [0.1, 0.2], rtol=1e-6)
+    assert_allclose(measure_bias(first, g), 0.3625, rtol=1e-6)
+    batch = torch.tensor([[3.0, 0.0]], requires_grad=True)
+    second = mean.follow(batch)
+    assert_allclose(second.detach(), [0.39, 0.18], rtol=1e-6)
+    assert_allclose(50 * measure_bias(second, g).item(), 13.05625, rtol=1e-6)
+    measure_bias(second, g).backward()
+    assert_allclose(batch.grad, [[-0.0305, -0.041]], rtol=1e-5)
+
+
+def test_the_consensus_is_the_mean_over_samples_of_what_clients_saw(
+    method_of: Callable, client_of: Callable, after_each_task: Callable
+) -> None:
+    """One batch a client, before any step: mu times the mean feature of the model that the seed draws."""
+    method = method_of(FedDbe, *ONE_STEP, mu=0.3)
+    first, last = after_each_task(method)
+    start = method.start_task(method.setup(), 0)
+    network = method.networks.load(start.spec, start.weights)
+    rows = [next(method.run.batches.iterate_ordered(method.rows(0, k), 64)).inputs for k in method.participants(0)]
+    with torch.no_grad():
+        expected = 0.3 * network.backbone(torch.cat(rows)).mean(0)
+    assert_allclose(first.knowledge["consensus"]["mean"], expected, atol=1e-6)
+    assert torch.equal(last.knowledge["consensus"]["mean"], first.knowledge["consensus"]["mean"])
+    anew = after_each_task(method_of(FedDbe, *ONE_STEP, consensus="each-task"))
+    assert not torch.equal(anew[0].knowledge["consensus"]["mean"], anew[1].knowledge["consensus"]["mean"])
+
+
+def test_a_clients_vector_steps_beside_the_model_and_answers_for_it_alone(
+    method_of: Callable, client_of: Callable, federate: Callable
+) -> None:
+    method = method_of(FedDbe, *ONE_STEP)
+    server, client = (
+        federate(method, 1),
+        client_of(method, 1, memory={"shift": (p := torch.randn(method_features(method)))}),
+    )
+    payload = method.payload(server)
+    network = method.networks.load(server.spec, server.weights)
+    (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
+    vector = p.clone().requires_grad_(True)
+    method.cross_entropy(network, network.backbone(batch.inputs) + vector, batch.labels, 0).backward()
+    memory = method.train(client, payload).memory
+    assert_allclose(memory["shift"], p - 0.1 * vector.grad, atol=1e-6)
+    with torch.inference_mode():
+        own = method.client_predictor(client, payload)(batch.inputs).logits
+        network = method.networks.load(server.spec, server.weights).eval()
+        assert_allclose(own, network.heads[0](network.backbone(batch.inputs) + p), atol=1e-6)
+        assert_allclose(method.predictor(server)(batch.inputs).logits, network(batch.inputs), atol=1e-6)
+
+
+def method_features(method: Any) -> int:
+    return method.networks.of(method.run.spec(1)).backbone.features
+
+
+def test_without_pull_and_vector_it_is_fedavg_to_the_bit(method_of: Callable, federate: Callable) -> None:
+    ours, plain = federate(method_of(FedDbe, kappa=0, shift_lr=0)).weights, federate(method_of(FedAvg)).weights
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("settings", [(), ("methods.feddbe.shift_lr=0", "methods.feddbe.kappa=0")])
+def test_clients_own_accuracy_stands_beside_the_servers(
+    settings: tuple[str, ...], experiment_of: Callable, tmp_path: Path
+) -> None:
+    """Readings of their own; of the same model, the server's right answers are theirs, once for each client."""
+    experiment_of(*settings, method="feddbe").run(tmp_path / "run")
+    table = pl.read_parquet(tmp_path / "run" / "accuracy.parquet").filter(pl.col("client").is_null())
+    total = {reading: table.filter(reading=reading, after=2).sort("task") for reading in table["reading"].unique()}
+    personal, plain = total["personal_task_agnostic"], total["task_agnostic"]
+    assert {"personal_task_aware", "task_aware"} <= total.keys()
+    assert personal["total"].to_list() != []
+    if settings:
+        shares = [frame["correct"] / frame["total"] for frame in (personal, plain)]
+        assert_allclose(*(share.to_numpy() for share in shares), atol=1e-12)

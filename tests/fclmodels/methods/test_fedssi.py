@@ -1,0 +1,73 @@
+"""FedSSI: importance along a surrogate's path against worked numbers; the penalty by autograd; limit cases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numpy.testing import assert_allclose
+
+from fclmodels.data.batches import Batch
+from fclmodels.methods.fedavg import FedAvg
+from fclmodels.methods.fedssi import FedSsi, divide_path, follow_path
+from fclmodels.methods.parts.surrogate import Surrogate
+
+
+def test_the_worked_path_and_its_importance(scalar_surrogate: tuple[Surrogate, Batch]) -> None:
+    path, way = follow_path(*scalar_surrogate)
+    assert_allclose([path["weight"].item(), way["weight"].item()], [0.010809, 0.044], atol=1e-6)
+    omega = divide_path(path, way, 1e-3)["weight"].item()
+    assert_allclose([omega, 0.1 * omega * 0.3**2], [3.681502, 0.033134], atol=1e-4)
+
+
+def test_what_learning_did_not_lower_has_no_importance() -> None:
+    omega = divide_path({"w": torch.tensor([-1.0, 2.0])}, {"w": torch.tensor([1.0, 0.0])}, 0.5)["w"]
+    assert omega.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+def test_importance_sums_over_tasks_about_the_last_model(
+    head: str, method_of: Callable, client_of: Callable, after_each_task: Callable
+) -> None:
+    method = method_of(FedSsi, f"model.head={head}", "federation.rounds=1")
+    servers, memories, memory = after_each_task(method), [], {}
+    for task in (0, 1):
+        client = client_of(method, 1, task, round=-1, memory=memory)
+        alone = method.add_importance(client_of(method, 1, task, round=-1), method.payload(servers[task])).memory
+        memory = method.add_importance(client, method.payload(servers[task])).memory
+        memories.append((alone, memory))
+    (_, first), (alone, both) = memories
+    for name, omega in both["importance"].items():
+        expected = alone["importance"][name].clone()
+        expected[: len(first["importance"][name])] += first["importance"][name]
+        assert_allclose(omega, expected, rtol=1e-6)
+        assert torch.equal(both["centre"][name], servers[1].weights[name])
+    assert any(name.startswith("heads.") for name in both["importance"]) == (head == "growing")
+
+
+def test_a_step_descends_the_penalty_where_there_is_a_spring(
+    method_of: Callable, client_of: Callable, after_each_task: Callable
+) -> None:
+    """Against FedAvg's step from the same weights: lr 2 alpha Omega (w - w*) less, new rows as they are."""
+    settings = ("federation.rounds=1", "federation.batch_size=64", "optimizer.lr=0.1")
+    method, plain = method_of(FedSsi, *settings, alpha=0.3), method_of(FedAvg, *settings)
+    first, _ = after_each_task(method)
+    memory = method.add_importance(client_of(method, 1, 0, round=-1), method.payload(first)).memory
+    server = method.start_task(first, 1)
+    memory["centre"] = {name: centre - 0.5 for name, centre in memory["centre"].items()}
+    ours = method.train(client_of(method, 1, 1, memory=memory), method.payload(server)).tensors
+    theirs = plain.train(client_of(plain, 1, 1), plain.payload(server)).tensors
+    weight = ours["weight"]["weight"].item()
+    for name, omega in memory["importance"].items():
+        difference = (ours["update"][name] - theirs["update"][name]) / weight
+        assert_allclose(difference[: len(omega)], -0.1 * 2 * 0.3 * omega.numpy() * 0.5, rtol=1e-3, atol=1e-6)
+        assert not difference[len(omega) :].any()
+
+
+@pytest.mark.parametrize(("settings", "tasks"), [({"alpha": 0}, None), ({}, 1)])
+def test_without_penalty_and_in_the_first_task_it_is_fedavg_to_the_bit(
+    settings: dict[str, Any], tasks: int | None, method_of: Callable, federate: Callable
+) -> None:
+    ours = federate(method_of(FedSsi, **settings), tasks).weights
+    plain = federate(method_of(FedAvg), tasks).weights
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
