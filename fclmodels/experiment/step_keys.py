@@ -40,6 +40,7 @@ def identify(method: "Method") -> dict[str, Any]:
         "method": name,
         "settings": settings,
         "backbone": plugins.find("backbone", run.params.model.backbone)(run.params.model).list_dependencies(),
+        **({"files": files} if (files := method.list_dependencies()) else {}),
         "server_threads": SERVER_THREADS,
         "seed": run.seed,
         "splits": run.splits.digest,

@@ -85,6 +85,10 @@ class Method:
         """Return lines about the server's knowledge after a task; a line stays as it is in later tasks."""
         return []
 
+    def list_dependencies(self) -> dict[str, str]:
+        """Return what results depend on besides settings, samples and code: digests of files."""
+        return {}
+
     @property
     def obstacle_to_sums(self) -> Obstacle | None:
         """The reason why the server needs single replies, so that secure aggregation is not possible."""

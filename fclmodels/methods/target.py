@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
-from torch import Tensor, nn
+from torch import Tensor
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.run_context import Run
@@ -38,7 +38,7 @@ from fclmodels.federation.training.optimisers import (
     read_optimiser_state,
     restore_optimiser,
 )
-from fclmodels.methods.parts.data_free_synthesis import BETAS, Synthesis
+from fclmodels.methods.parts.data_free_synthesis import Synthesis, make_adam
 from fclmodels.methods.parts.distillation import Teacher, distill_heads
 from fclmodels.methods.parts.image_generator import ImageGenerator
 from fclmodels.methods.parts.joined_heads import count_columns
@@ -97,7 +97,7 @@ class TargetSynthesis(Synthesis):
         self.meta = make_adam(self.generator, settings.lr_g * settings.g_steps)
 
     def make_student_optimiser(self) -> Optimiser:
-        return make_optimiser(STUDENT, list(self.student.parameters()), 0)
+        return make_optimiser(STUDENT, list(self.learners.parameters()), 0)
 
     def make_images(self, round: int) -> tuple[Tensor, Tensor, float]:
         of, device = self.settings, self.run.device
@@ -141,8 +141,3 @@ class TargetSynthesis(Synthesis):
         super().restore(state)
         self.generator.load_state_dict(state["generator"]["weights"])
         restore_optimiser(self.meta, state["generator"]["optimiser"])
-
-
-def make_adam(network: nn.Module, lr: float) -> torch.optim.Adam:
-    """Return the generators' Adam."""
-    return torch.optim.Adam(network.parameters(), lr, betas=BETAS, fused=True)

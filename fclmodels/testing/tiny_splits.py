@@ -22,7 +22,7 @@ federation: {rounds: 2, batch_size: 4, executor: serial, workers: 1}
 optimizer: {lr: 0.1}
 methods:
   {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few, target: &small {pool: 12, batch: 8, g_steps: 2, warmup: 1,
-  student_steps: 2, noise: 4, width: 2}, target-lode: *small}
+  student_steps: 2, noise: 4, width: 2}, target-lode: *small, lander: *small}
 device: cpu
 """
 # For methods that attach something to the layers of a transformer, in place of the network above.

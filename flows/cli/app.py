@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {  # in the order of a first
     "Data": {
         "prepare": run_commands.prepare,
         "partition": run_commands.partition,
+        "embed-labels": run_commands.embed_labels,
     },
     "Run": {
         "run": run_commands.run,

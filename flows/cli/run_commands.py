@@ -77,6 +77,34 @@ def partition(
         terminal.tell(f"{out}: {statistics['tasks']} tasks, {statistics['clients']} clients, samples: {samples}", quiet)
 
 
+def embed_labels(
+    encoder: Annotated[Path, typer.Argument(metavar="DIR", help="a text encoder's folder, such as CLIP's")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="where the embeddings go")] = Path(
+        "data/label-embeddings.safetensors"
+    ),
+    splits: Annotated[Path, typer.Option(metavar="DIR", help="the splits whose classes they are of")] = Path(
+        "data/splits/0"
+    ),
+    prompt: Annotated[str, typer.Option(help="{} stands for a class's name")] = "A photo of a {}",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the embeddings of the classes' names, by a text encoder: methods.lander.embeddings."""
+    from fclmodels.data import label_embeddings
+    from fclmodels.data.splits.split_reader import Splits
+
+    if prompt.count("{}") != 1:
+        raise UserError(f"--prompt {prompt!r} must have {{}} once, where the class's name goes.")
+    names = Splits.open(splits).classes
+    embeddings = label_embeddings.embed_labels(encoder, names, prompt)
+    label_embeddings.write_embeddings(out, names, embeddings, prompt, encoder.name)
+    size = {"file": str(out), "classes": len(names), "numbers": embeddings.shape[1]}
+    if json:
+        terminal.print_json(size)
+    else:
+        terminal.tell(f"{out}: {len(names)} classes, {embeddings.shape[1]} numbers each", quiet)
+
+
 def run(
     methods: Annotated[
         str,

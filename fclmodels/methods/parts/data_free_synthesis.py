@@ -16,7 +16,7 @@ normalised by the stream's mean and deviation; no task's permutation of pixels i
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import ceil, isfinite
@@ -80,12 +80,20 @@ class Synthesis(ServerWork):
     opposes_after: ClassVar[int]
     learns_after: ClassVar[int]
 
-    def __init__(self, run: Run, settings: SynthesisSettings, teacher: Network, student: Network) -> None:
+    def __init__(
+        self,
+        run: Run,
+        settings: SynthesisSettings,
+        teacher: Network,
+        student: Network,
+        beside: Sequence[nn.Module] = (),  # what the student has beside its network
+    ) -> None:
         self.run = run
         self.settings = settings
         self.teacher = teacher.eval().requires_grad_(False)
-        self.student = student.requires_grad_(True)
-        draw_anew(student, run, len(teacher.spec.tasks))
+        self.student = student
+        self.learners = nn.ModuleList([student, *beside]).requires_grad_(True)
+        draw_anew(self.learners, run, len(teacher.spec.tasks))
         self.student_optimiser = self.make_student_optimiser()
         self.sizes = [len(labels) for labels in teacher.spec.head_labels]
         self.past: Statistics | None = None
@@ -142,14 +150,14 @@ class Synthesis(ServerWork):
 
     def state(self) -> Tree:
         return {
-            "student": dict(self.student.state_dict()),
+            "student": dict(self.learners.state_dict()),
             "student_optimiser": read_optimiser_state(self.student_optimiser),
             "past": self.past,
             "pool": self.read_pool(),
         }
 
     def restore(self, state: Tree) -> None:
-        self.student.load_state_dict(state["student"])
+        self.learners.load_state_dict(state["student"])
         restore_optimiser(self.student_optimiser, state["student_optimiser"])
         self.past = state["past"]
         images, columns = state["pool"]
@@ -183,7 +191,7 @@ class Synthesis(ServerWork):
 
     def teach_student(self, rounds: int) -> None:
         """Let the student learn the teacher's answers on the pool, after so many rounds of that."""
-        self.student.train()
+        self.learners.train()
         draws = draw_endlessly(self.count, self.student_batch)
         for places in islice(draws, self.settings.student_steps):
             inputs = self.run.batches.normalise_pixels(self.augment(self.images[places].to(self.run.device)))
@@ -229,14 +237,14 @@ def capture_statistics(network: nn.Module) -> Iterator[Captured]:
 
 
 @torch.no_grad()
-def draw_anew(network: Network, run: Run, learned: int) -> None:
-    """Draw a network's layers as the releases draw their student's; what else it has stays.
+def draw_anew(modules: nn.Module, run: Run, learned: int) -> None:
+    """Draw layers as the releases draw their student's; what else modules have stays.
 
     Weights of convolutions and linear layers by Xavier's normal, their biases from N(0, 1), gains of batch
     normalisation from N(1, 0.02^2), its biases 0.
     """
     with seed_torch(run.seed, "student", learned, device=run.device):
-        for module in network.modules():
+        for module in modules.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_normal_(module.weight)
                 if module.bias is not None:
@@ -254,3 +262,8 @@ def draw_endlessly(count: int, size: int, random: torch.Generator | None = None)
             order = torch.cat([order, torch.randperm(count, generator=random)])
         yield order[:size]
         order = order[size:]
+
+
+def make_adam(network: nn.Module, lr: float) -> torch.optim.Adam:
+    """Return the Adam that trains a generator."""
+    return torch.optim.Adam(network.parameters(), lr, betas=BETAS, fused=True)

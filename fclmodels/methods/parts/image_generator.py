@@ -9,6 +9,7 @@ next larger image (ours).
 from collections.abc import Sequence
 from math import ceil, prod
 
+import torch
 from torch import Tensor, nn
 
 LARGEST_OF_TWO_STAGES = 96  # pixels of the longer side
@@ -41,3 +42,27 @@ def make_convolution(inputs: int, outputs: int) -> nn.Module:
     """Return a 3x3 convolution with batch normalisation and a leaky ReLU behind it."""
     convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.LeakyReLU(SLOPE, inplace=True))
+
+
+class LabelGenerator(nn.Module):
+    """LANDER's: embeddings of labels pass linear layers of noise, ten rows of a batch each, then a generator."""
+
+    ROWS = 10
+
+    def __init__(self, embeddings: int, batch: int, inputs: int, width: int, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(embeddings)
+        self.noisy = nn.ModuleList(nn.Linear(embeddings, inputs) for _ in range(ceil(batch / self.ROWS)))
+        self.images = ImageGenerator(inputs, width, shape)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        parts = zip(self.noisy, self.norm(embeddings).split(self.ROWS), strict=True)
+        pixels: Tensor = self.images(torch.cat([layer(part) for layer, part in parts]))
+        return pixels
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw the noisy layers anew from torch's global generator: weights N(0, 1), biases 0."""
+        for layer in self.noisy:
+            nn.init.normal_(layer.get_parameter("weight"))
+            nn.init.zeros_(layer.get_parameter("bias"))

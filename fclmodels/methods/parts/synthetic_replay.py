@@ -48,7 +48,7 @@ class SyntheticReplay(FedAvg):
     """FedAvg whose clients answer the server's images as the last task's model does.
 
     Below its hooks stand those that methods have of their own: `replays`, `make_synthesis`, `learn`, `imitate`, and
-    `equip`, `add_payload`, `end_rounds` where they need more.
+    `equip`, `note`, `add_payload`, `enter_task`, `end_rounds` where they need more.
     """
 
     class Settings(FedAvg.Settings, SynthesisSettings):
@@ -108,6 +108,13 @@ class SyntheticReplay(FedAvg):
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         """Give a client's training what it needs besides."""
 
+    def note(self, training: LocalTraining, loss: Tensor, batch: Batch) -> None:
+        """Note what a client tells of a step's loss."""
+
+    def enter_task(self, server: Server) -> Server:
+        """Return the server that starts a task."""
+        return server
+
     def add_payload(self, server: Server) -> Payload:
         """Return what clients download besides the model, the last task's and the images."""
         return {}
@@ -120,7 +127,8 @@ class SyntheticReplay(FedAvg):
 
     def start_task(self, server: Server, task: int) -> Server:
         started = anchor_to(super().start_task(server, task), server)
-        return replace(started, knowledge={n: value for n, value in started.knowledge.items() if n != SYNTHETIC})
+        knowledge = {name: value for name, value in started.knowledge.items() if name != SYNTHETIC}
+        return self.enter_task(replace(started, knowledge=knowledge))
 
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         if "anchor" not in server.knowledge or not self.replays:
@@ -165,6 +173,7 @@ class SyntheticReplay(FedAvg):
         loss = self.learn(training, training.features(batch), batch.labels)
         if (teacher := training.part(Teacher)) and (images := training.part(SyntheticImages)):
             loss = loss + self.imitate(training, next(images), teacher)
+        self.note(training, loss, batch)
         return loss
 
 
