@@ -88,9 +88,6 @@ class Lander(SyntheticReplay):
     def replays(self) -> bool:
         return self.settings.pre > 0
 
-    def advice(self) -> list[str]:
-        return [*super().advice(), *self.list_doubts()]
-
     def remarks(self, knowledge: Tree) -> list[str]:
         return self.list_doubts()
 

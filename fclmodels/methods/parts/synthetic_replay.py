@@ -86,7 +86,7 @@ class SyntheticReplay(FedAvg):
                     "the network has no running statistics of batch normalisation: statistics_weight counts for "
                     "nothing, and images follow the classes and the student alone"
                 )
-        return lines
+        return [*lines, *self.list_doubts()]
 
     # What a method adds.
 
@@ -104,6 +104,10 @@ class SyntheticReplay(FedAvg):
         """Return the loss of new samples by their features [B, F]: cross entropy over their task's classes."""
         network, task = training.network, training.client.task
         return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+
+    def list_doubts(self) -> list[str]:
+        """Return lines about what images are drawn from."""
+        return []
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         """Give a client's training what it needs besides."""
