@@ -54,8 +54,9 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary, AuxiliaryNetworks
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.methods.fedavg import FedAvg, join_new_rows
+from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
+from fclmodels.methods.parts.class_table import grow_tables
 from fclmodels.methods.parts.feature_flow import FeatureFlow, build_flow
 from fclmodels.methods.parts.feature_replay import (
     FeatureReplay,
@@ -119,12 +120,8 @@ class AfFcl(FedAvg):
         started = super().start_task(server, task)
         if self.looks_back:
             started = anchor_to(started, server)
-        # A stream that goes on has classes of which an earlier state has no rows.
         fresh = self.auxiliaries.create_initial()
-        grown = {
-            name: {n: join_new_rows(tensor, fresh[name][n]) for n, tensor in state.items()}
-            for name, state in server.networks.items()
-        }
+        grown = {name: grow_tables(state, fresh[name]) for name, state in server.networks.items()}
         knowledge = {**started.knowledge, **({"past": grown} if task and self.looks_back else {})}
         return self.labels.start_task(replace(started, networks=grown, knowledge=knowledge))
 

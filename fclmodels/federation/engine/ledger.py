@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from fclmodels.federation.engine.cohort import BEFORE_ROUNDS
 from fclmodels.federation.executors.base import Job
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.tables import LEDGER
@@ -99,8 +100,11 @@ def open_ledger(method: "Method", log: "Log") -> Ledger:
 
 
 def ledger_table(log: "Log") -> pl.DataFrame:
-    """Return a row for each (exchange, client, direction, part), in the same order whoever answers first."""
+    """Return a row for each (exchange, client, direction, part), in the same order whoever answers first.
+
+    Exchanges stand in their order in time, so that the last row of a client's memory is of what it keeps in the end.
+    """
     table = pl.DataFrame(log.rows(), schema={**LEDGER, "client": pl.List(pl.Int32)})
-    return table.explode("client").sort(
-        "task", pl.col("round").abs(), "client", "direction", "part", maintain_order=True
-    )
+    round = pl.col("round")
+    phase = pl.when(round <= -BEFORE_ROUNDS).then(0).when(round >= 0).then(1).otherwise(2)
+    return table.explode("client").sort("task", phase, round.abs(), "client", "direction", "part", maintain_order=True)

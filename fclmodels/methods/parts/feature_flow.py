@@ -6,8 +6,8 @@ Four times a fixed permutation (reverse, reverse, random, random) and an affine 
     log f(h|y) = log N(z; 0, I) + sum log s
 
 The first half a passes. The conditioner is AF-FCL's: a linear layer of a and the class, two residual blocks that the
-class gates, a linear layer. A one-hot class times a matrix is a row of it: classes have rows of tables, to which a
-growing stream adds. The size of images plays no part, only d.
+class gates, a linear layer. Classes have rows of tables, to which a growing stream adds. The size of images plays no
+part, only d.
 """
 
 import math
@@ -18,18 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
+from fclmodels.methods.parts.class_table import ClassTable
+
 LEAST_SCALE = 1e-3
-
-
-class ClassTable(nn.Module):
-    """A row for each class: the product of its one-hot vector with a matrix, drawn as a linear layer's."""
-
-    def __init__(self, classes: int, width: int, bound: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(classes, width).uniform_(-bound, bound))
-
-    def forward(self, classes: Tensor) -> Tensor:
-        return self.weight[classes]
 
 
 class GatedBlock(nn.Module):

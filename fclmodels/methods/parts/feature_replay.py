@@ -12,6 +12,7 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.federation.training.optimisers import Optimiser, make_optimiser
 from fclmodels.methods.parts.feature_flow import FeatureFlow, weigh_by_density
 from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads
+from fclmodels.methods.parts.label_sets import draw_uniformly
 from fclmodels.numerics.distillation import distillation_loss
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.settings.schema import OptimizerSettings
@@ -107,7 +108,7 @@ def draw_near(flow: FeatureFlow, columns: Tensor, features: Tensor) -> tuple[Ten
 
     Columns are drawn uniformly from these. Too far is what is FARTHEST times as long as the longest of the features.
     """
-    chosen = columns[torch.randint(len(columns), (len(features),), device=columns.device)]
+    chosen = draw_uniformly(columns, len(features))
     drawn, latents = flow.draw(chosen)
     near = drawn.norm(dim=1) <= FARTHEST * features.norm(dim=1).max()
     return drawn[near], latents[near], chosen[near]

@@ -39,11 +39,16 @@ def find_columns(spec: ModelSpec, labels: Tensor, tasks: Tensor) -> Tensor:
     return columns
 
 
-def cross_entropy_in_heads(network: Network, hidden: Tensor, columns: Tensor) -> Tensor:
+def log_softmax_in_heads(network: Network, features: Tensor, columns: Tensor) -> Tensor:
+    """Return log probabilities [n, columns] of each row among the columns of its column's head, 0 in other heads."""
+    owners = Columns.of(network.spec, features.device).owners
+    others = owners != owners[columns][:, None]
+    return join_heads(network, features).masked_fill(others, -torch.inf).log_softmax(1).masked_fill(others, 0.0)
+
+
+def cross_entropy_in_heads(network: Network, features: Tensor, columns: Tensor) -> Tensor:
     """Return the cross entropy [n] of each row with its column, among the columns of the same head."""
-    owners = Columns.of(network.spec, hidden.device).owners
-    logits = join_heads(network, hidden).masked_fill(owners != owners[columns][:, None], -torch.inf)
-    return nll_loss(logits.log_softmax(1), columns, reduction="none")
+    return nll_loss(log_softmax_in_heads(network, features, columns), columns, reduction="none")
 
 
 def list_old_groups(columns: Sequence[Tensor]) -> list[Tensor]:

@@ -62,3 +62,8 @@ class LabelSets:
         classes = self.run.spec(client.task + 1).tasks[client.task]
         present = torch.tensor([bool((client.rows.labels == label).any()) for label in classes], dtype=torch.float64)
         return Answer({"labels": {"count": present}}, client.memory)
+
+
+def draw_uniformly(columns: Tensor, count: int) -> Tensor:
+    """Return so many of these columns, with torch's generator."""
+    return columns[torch.randint(len(columns), (count,), device=columns.device)]

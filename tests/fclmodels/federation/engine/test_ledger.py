@@ -59,12 +59,13 @@ def test_the_table_does_not_depend_on_the_order_of_answers(tmp_path: Path) -> No
     assert table_of(tmp_path, [0, 4, 9]).equals(table_of(tmp_path, [9, 0, 4]))
 
 
-def test_exchanges_at_the_end_of_a_task_stand_in_the_order_in_which_they_were(tmp_path: Path) -> None:
+def test_exchanges_before_and_after_the_rounds_stand_in_the_order_in_which_they_were(tmp_path: Path) -> None:
     """Whoever asks for the last row of a client gets its last memory."""
     log = Log(tmp_path / "log.jsonl")
-    for round in (-1, -2, -3):
+    in_time = [-1001, -1002, 0, 1, 2, -1, -2, -3]
+    for round in in_time:
         Ledger(log).note_payload(Job("bases", 0, round, PAYLOAD, tmp_path), [0])
-    assert ledger_table(log)["round"].unique(maintain_order=True).to_list() == [-1, -2, -3]
+    assert ledger_table(log)["round"].unique(maintain_order=True).to_list() == in_time
 
 
 def test_what_is_downloaded_once_a_task_is_not_sent_again_in_its_next_step(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ MakeExperiment = Callable[..., Experiment]
 Remains = Callable[[Path], dict[str, Any]]
 
 ON = "federation.secagg.on=true"
-SUMS = {  # settings with which a method needs sums only
+SUMS = {
+    "fed-cil": ("methods.fed-cil.consolidation=0",),  # settings with which a method needs sums only
     "fedprotip": ("methods.fedprotip.exchange=sketch", "methods.fedprotip.tip_reference=mean"),
     "stamp": ("methods.stamp.spatio=false",),
     "glfc": ("methods.glfc.proxy=false",),
