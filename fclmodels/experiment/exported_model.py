@@ -226,9 +226,9 @@ class ExportedModel:
     def _prepare_inputs(self, samples: Tensor, task: int | None) -> Tensor:
         """Return the network's inputs: pixels in a given task's order, normalised by its own mean and std if any."""
         own = {} if task is None else self.tasks[task - 1]
-        return to_inputs(self._order_pixels(samples, task), own.get("mean") or self.mean, own.get("std") or self.std)
+        return to_inputs(self.order_pixels(samples, task), own.get("mean") or self.mean, own.get("std") or self.std)
 
-    def _order_pixels(self, samples: Tensor, task: int | None) -> Tensor:
+    def order_pixels(self, samples: Tensor, task: int | None) -> Tensor:
         """Return pixels in the order of a given task, where the stream permutes them."""
         permutation = None if task is None else self.tasks[task - 1]["permutation"]
         if permutation is None:

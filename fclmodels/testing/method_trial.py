@@ -26,6 +26,7 @@ from fclmodels.federation.prediction import Prediction, Predictor
 from fclmodels.federation.protection.inspection import describe_form, list_entries
 from fclmodels.federation.server import Server
 from fclmodels.testing.plugin_declaration import check_declaration, require
+from fclmodels.testing.served_answers import compare_with_evaluation
 from fclmodels.testing.tiny_splits import CONVIT, VIT, load_tiny_params, write_splits
 
 # Two of four clients a round; client 0 has nothing of the second task.
@@ -47,6 +48,7 @@ def check_method(method: type[Method], *settings: str, executors: Sequence[str] 
     with tempfile.TemporaryDirectory() as folder, MethodTrial(method, *settings, folder=Path(folder)) as trial:
         trial.check_predictions()
         trial.check_ledger()
+        trial.check_exported_model()
         trial.check_second_run()
         for executor in executors:
             trial.check_stopped_run(f"federation.executor={executor}", "federation.workers=2")
@@ -108,10 +110,10 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
             experiment.run(folder / "run")
         self._compare(folder / "run", "a second run")
 
-    def check_stopped_run(self, *settings: str) -> None:
+    def check_stopped_run(self, *settings: str) -> Path:
         """Stop a run in the last round of the second task and start it again; it must end with the same bits.
 
-        A run whose second task asks no client just goes on.
+        A run whose second task asks no client just goes on. Returned is the run's folder.
         """
         folder = self.folder / f"stopped-{next(self._number)}"
         try:
@@ -121,6 +123,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
             with self._open(folder / "home", *settings) as experiment:
                 experiment.run(folder / "run")
         self._compare(folder / "run", f"a run that was stopped and started again ({' '.join(settings)})")
+        return folder / "run"
 
     def check_predictions(self) -> None:
         """The predictor must give a logit for each class and, where it predicts tasks, a score for each task."""
@@ -158,6 +161,10 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         }
         noted = dict(rows.filter(pl.col("bytes") > 0).iter_rows())
         require(noted == sizes_of_files, f"{self.name}: clients keep {sizes_of_files} bytes, the ledger says {noted}")
+
+    def check_exported_model(self) -> None:
+        """The exported model must answer as often right as the evaluation has counted."""
+        compare_with_evaluation(self.folder / "run", self.splits)
 
     def _open(self, home: Path, *settings: str, listener: Listener | None = None) -> Experiment:
         params = load_tiny_params(*self.settings, *settings)

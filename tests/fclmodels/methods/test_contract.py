@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 
@@ -25,7 +26,11 @@ from fclmodels.testing.plugin_declaration import check_declaration
 MakeExperiment = Callable[..., Experiment]
 
 METHODS = sorted(load_all("method"))
-EXECUTORS = ["serial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("processes", "ray"))]
+EXECUTORS = ("processes", "ray")
+WATCHED = ("monitors={accuracy: true, drift: true, gradients: true, conflicts: true, every: 1}",)
+# A class's mean or centre on a frozen backbone stays where it is when others come, and so do weights that no task
+# trains.
+WITHOUT_DRIFT = ("nearest-prototype", "pec", "pilora", "ridge", "stsa")
 # Settings without which a method does not fit the trial's network of two layers.
 LAYERS = {name: (f"methods.{name}.g_layers=[0]", f"methods.{name}.e_layers=[1]") for name in ("fed-dualp", "pip-dualp")}
 
@@ -98,7 +103,7 @@ def shared_workers() -> Iterator[None]:
 
 @pytest.fixture(params=EXECUTORS)
 def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Settings of an executor with two workers, where it has any."""
+    """Settings of an executor with two workers."""
     if request.param == "ray":
         request.getfixturevalue("kept_actors")
     return (f"federation.executor={request.param}", "federation.workers=2")
@@ -109,9 +114,27 @@ def test_a_method_declares_what_its_listing_and_its_settings_need(method: str) -
     check_declaration("method", find("method", method))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(trial: MethodTrial, workers: tuple[str, ...]) -> None:
     """On each executor as in this process, to the bit."""
     trial.check_stopped_run(*workers)
+
+
+def test_a_watched_run_that_is_stopped_ends_as_one_that_was_neither(trial: MethodTrial) -> None:
+    """In this process, with all monitors looking after each round."""
+    folder = trial.check_stopped_run(*WATCHED)
+    looks = pl.read_parquet(folder / "monitors.parquet").filter(pl.col("about").is_null())
+    counts = dict(looks.group_by("monitor").len().rows())
+    assert counts["accuracy"] == 4
+    assert counts["drift"] == 2
+    drift = looks.filter(monitor="drift")["value"]
+    assert (drift == 0).all() if trial.name in WITHOUT_DRIFT else (drift > 0).all()
+    cosines = looks.filter(pl.col("monitor").str.starts_with("cosine"))["value"]
+    assert cosines.is_between(-1, 1).all()
+
+
+def test_its_exported_model_answers_as_often_right_as_evaluation(trial: MethodTrial) -> None:
+    trial.check_exported_model()
 
 
 def test_predictions_have_a_column_for_each_class_and_a_score_for_each_task(trial: MethodTrial) -> None:

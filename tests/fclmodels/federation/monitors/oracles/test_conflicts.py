@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fclmodels import plugins
 from fclmodels.backbones.model.network import build_skeleton
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits.split_reader import Splits
@@ -311,7 +310,7 @@ def lasting(result: dict[str, Any]) -> dict[str, Any]:
 NEVER_FLAT = {name: (f"methods.{name}.nca=release",) for name in ("afc", "podnet")}
 
 
-@pytest.mark.parametrize("name", sorted(plugins.load_all("method")))
+@pytest.mark.parametrize("name", ["fedavg", "fot", "stamp", "pip-dualp", "icarl", "podnet", "afc"])
 def test_a_watched_run_is_the_same_run(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
