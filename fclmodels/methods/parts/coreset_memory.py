@@ -26,6 +26,11 @@ from fclmodels.federation.run_context import Run
 from fclmodels.methods.parts.coreset_choice.bilevel_weights import BcsrSettings, choose_by_weights
 from fclmodels.methods.parts.coreset_choice.candidates import Candidates
 from fclmodels.methods.parts.coreset_choice.gradient_similarity import OcsSettings, choose_by_gradients
+from fclmodels.methods.parts.coreset_choice.recovered_images import (
+    Sre2lSettings,
+    recover_images,
+    require_running_statistics,
+)
 from fclmodels.methods.parts.coreset_choice.reducible_loss import CsrelSettings, choose_by_reducible_loss
 from fclmodels.methods.parts.replay_memory import pack_samples, unpack_samples
 from fclmodels.numerics.coreset import mix_styles, running_mean, select_by_herding
@@ -37,15 +42,16 @@ EMBED = 256  # samples that pass the network at once
 
 class CoresetSettings(BaseSettings):
     budget: PositiveInt = Field(20, le=100_000, description="samples of each class that a client keeps")
-    selection: Literal["herding", "random", "ocs", "csrel", "bcsr"] = Field(
+    selection: Literal["herding", "random", "ocs", "csrel", "bcsr", "sre2l"] = Field(
         "herding",
         description="of a class's samples: one by one towards the prototype (ours: Algorithm 2's weights say nothing "
         "of a new class); random: without looking; ocs, csrel, bcsr: by gradients, by the loss that they save, by "
-        "learned weights (Figure 4's rivals)",
+        "learned weights (Figure 4's rivals); sre2l: images made of the model's batch normalisation, in samples' place",
     )
     ocs: OcsSettings = OcsSettings()
     csrel: CsrelSettings = CsrelSettings()
     bcsr: BcsrSettings = BcsrSettings()
+    sre2l: Sre2lSettings = Sre2lSettings()
     returning: Literal["share", "restyle"] = Field(
         "share",
         description="of a class that comes again: its tasks share its budget; restyle: where that is full, stored "
@@ -59,7 +65,7 @@ class CoresetSettings(BaseSettings):
     def _only_restyled_samples_mix(self) -> "CoresetSettings":
         if self.returning != "restyle" and self.mix != type(self).model_fields["mix"].default:
             raise ValueError("mix needs returning: restyle.")
-        for rule in ("ocs", "csrel", "bcsr"):
+        for rule in ("ocs", "csrel", "bcsr", "sre2l"):
             if self.selection != rule and getattr(self, rule) != CoresetSettings.model_fields[rule].default:
                 raise ValueError(f"{rule} needs selection: {rule}.")
         return self
@@ -68,10 +74,12 @@ class CoresetSettings(BaseSettings):
 class CoresetMemory:
     """Chooses the samples that a client stores of each class."""
 
-    def __init__(self, settings: CoresetSettings, run: Run, method: str) -> None:
+    def __init__(self, settings: CoresetSettings, run: Run, method: str, network: Network) -> None:
         self.settings = settings
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{method} mixes styles of images, these samples are texts. Use er or agem.")
+        if settings.selection == "sre2l":
+            require_running_statistics(network, method)
 
     def add_task(self, client: Client, network: Network) -> Memory:
         """Return the client's memory with samples of its task, chosen on this network."""
@@ -119,6 +127,8 @@ class CoresetMemory:
     def choose(self, candidates: Candidates) -> dict[int, Batch]:
         """Return the new samples of each class to store."""
         name = self.settings.selection
+        if name == "sre2l":
+            return recover_images(candidates, self.settings.sre2l)
         places = PLACES[name](candidates, getattr(self.settings, name, None))
         return {label: candidates.new.take(of_class) for label, of_class in places.items()}
 

@@ -16,11 +16,19 @@ from fclmodels.methods.parts.coreset_choice import reducible_loss
 from fclmodels.methods.parts.coreset_choice.bilevel_weights import BcsrSettings, draw_places, learn_weights
 from fclmodels.methods.parts.coreset_choice.candidates import Candidates, measure_losses
 from fclmodels.methods.parts.coreset_choice.gradient_similarity import OcsSettings, choose_by_gradients
+from fclmodels.methods.parts.coreset_choice.recovered_images import (
+    Sre2lSettings,
+    find_rate,
+    recover_images,
+    weigh_statistics,
+)
 from fclmodels.methods.parts.coreset_choice.reducible_loss import CsrelSettings, choose_by_reducible_loss
+from fclmodels.methods.parts.data_free_synthesis import Captured, capture_statistics
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.coreset_choice import project_onto_simplex
 
 MakeCandidates = Callable[..., Candidates]
+RESNET = ("model.backbone=resnet18", "model.width=4")
 
 
 @pytest.fixture
@@ -169,3 +177,42 @@ def test_losses_are_over_all_classes_or_in_each_samples_own_head(candidates_of: 
 def test_a_rules_settings_need_the_rule(method: type, method_of: Callable) -> None:
     with pytest.raises((UserError, ValueError), match=r"ocs needs selection: ocs"):
         method_of(method, ocs={"tau": 1.0})
+
+
+def test_sre2l_recovers_images_that_the_model_takes_for_their_classes(candidates_of: MakeCandidates) -> None:
+    """Their batch's statistics come nearer to the running ones than noise's, and the rate falls along a cosine."""
+    assert find_rate(Sre2lSettings(), 250) == pytest.approx(0.213388, abs=1e-6)
+    running = [(torch.zeros(2), torch.ones(2)), (torch.tensor([0.0, 1]), torch.tensor([1.0, 4]))]
+    batch = [(torch.zeros(2), torch.ones(2)), (torch.tensor([0.3, 1.4]), torch.tensor([1.0, 3]))]
+    assert float(weigh_statistics(Captured(batch, running))) == pytest.approx(1.5)
+    assert float(weigh_statistics(Captured(batch[1:], running[1:]))) == pytest.approx(15.0)
+    candidates = candidates_of(*RESNET, room=4)
+    candidates.network.train()
+    for _ in range(50):  # running statistics become those of the samples
+        candidates.network.backbone(candidates.inputs.inputs)
+    candidates.network.eval()
+    noise, made, by_class = (
+        recover_images(candidates, Sre2lSettings(steps=steps, statistics=weight))
+        for steps, weight in ((1, 0.01), (60, 0.01), (60, 0.0))
+    )
+    assert judge(candidates, made)[1] < 0.8 * judge(candidates, noise)[1]
+    assert judge(candidates, by_class)[0] < 0.8 * judge(candidates, noise)[0]
+    for label, images in made.items():
+        assert images.inputs.dtype == torch.uint8
+        assert images.labels.tolist() == [label] * 4
+
+
+def judge(candidates: Candidates, made: dict[int, Batch]) -> tuple[float, float]:
+    """The loss of recovered images, and how far their statistics are from the running ones."""
+    batch = candidates.client.run.batches.prepare_inputs(Batch.concatenate(list(made.values())))
+    with torch.no_grad(), capture_statistics(candidates.network) as captured:
+        loss = measure_losses(candidates.network, batch).mean()
+    return float(loss), float(weigh_statistics(captured))
+
+
+def test_sre2l_needs_running_statistics(method_of: Callable) -> None:
+    for settings in ((), (*RESNET, "model.norm=group")):
+        with pytest.raises(UserError, match=r"methods\.coreset-er\.selection: sre2l recovers .* this network has none"):
+            method_of(CoresetEr, *settings, selection="sre2l")
+    with pytest.raises(UserError, match="has none"):
+        method_of(CoresetEr, *RESNET, selection="sre2l", batch_norm="batch")
