@@ -35,7 +35,7 @@ class CoresetEr(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.coreset = CoresetMemory(settings, run, self.name, self.networks.of(run.spec(1)))
+        self.coreset = CoresetMemory(settings, run, self.name, self.networks)
         self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:

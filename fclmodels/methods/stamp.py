@@ -87,7 +87,7 @@ class Stamp(FedAvg):
         super().__init__(settings, run)
         self.alignment = GradientAlignment(settings)
         self.alignment_of_tasks = GradientAlignment(settings.clients)
-        self.coreset = CoresetMemory(settings, run, self.name, self.networks.of(run.spec(1)))
+        self.coreset = CoresetMemory(settings, run, self.name, self.networks)
         self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
 
     # Between clients, on the server.

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
@@ -74,12 +74,12 @@ class CoresetSettings(BaseSettings):
 class CoresetMemory:
     """Chooses the samples that a client stores of each class."""
 
-    def __init__(self, settings: CoresetSettings, run: Run, method: str, network: Network) -> None:
+    def __init__(self, settings: CoresetSettings, run: Run, method: str, networks: NetworkCache) -> None:
         self.settings = settings
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{method} mixes styles of images, these samples are texts. Use er or agem.")
         if settings.selection == "sre2l":
-            require_running_statistics(network, method)
+            require_running_statistics(networks.of(run.spec(1)), method)
 
     def add_task(self, client: Client, network: Network) -> Memory:
         """Return the client's memory with samples of its task, chosen on this network."""
