@@ -1,4 +1,7 @@
-"""Fed-L2P (PIP section 3.2): a pool of prompts, of which each sample's nearest are put before its tokens (eq. 2)."""
+"""Fed-L2P (PIP section 3.2): a pool of prompts, of which each sample's nearest are put before its tokens (eq. 2).
+
+This is not FedL2P of meta-networks (Lee et al. 2023), which is `fedl2p-meta`.
+"""
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
@@ -13,7 +16,7 @@ PROFILES: Profiles = {
 
 
 class FedL2P(FedPrompts):
-    """Averages a pool of prompts, their keys and the head of a frozen transformer (Learning to Prompt)."""
+    """Averages a pool of prompts, their keys and the head of a frozen transformer (Learning to Prompt); no kin of fedl2p-meta."""
 
     name = "fed-l2p"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"

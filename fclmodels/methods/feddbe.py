@@ -32,7 +32,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.joined_heads import join_heads
-from fclmodels.methods.parts.trained_network import TrainedNetwork
+from fclmodels.methods.parts.trained_network import SharedNetwork
 
 
 class RunningMean:
@@ -57,14 +57,6 @@ class Shift:
     def __init__(self, vector: Tensor, consensus: Tensor) -> None:
         self.vector = nn.Parameter(vector.clone())
         self.consensus = consensus
-
-
-class SharedNetwork(TrainedNetwork):
-    """Backbone and heads train and travel; clients answer with a vector of their own beside them."""
-
-    @property
-    def is_personal(self) -> bool:
-        return True
 
 
 class FedDbe(FedAvg):

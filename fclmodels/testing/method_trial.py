@@ -67,6 +67,8 @@ def find_needed_settings(method: type[Method]) -> tuple[str, ...]:
     """Return settings without which a method cannot run on tiny splits: a transformer, where it needs one."""
     if getattr(method, "needs_backbone", None) == "convit":
         return CONVIT
+    if getattr(method, "needs_own_heads", False):
+        return ("model.head=per-task",)
     return VIT if getattr(method, "attaches", Adapted).needs_transformer else ()
 
 

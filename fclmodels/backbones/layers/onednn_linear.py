@@ -3,7 +3,9 @@ time forwards and backwards (numerics/products.py). Sums are taken in another or
 torch's.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ ROWS = 16  # oneDNN keeps a kernel for each number of rows, so batches that are 
 class Linear(nn.Linear):
     """nn.Linear, large products by oneDNN."""
 
+    may_leave_torch: ClassVar[bool] = True
+
     def forward(self, x: Tensor) -> Tensor:
         if not self._is_large(x):
             return super().forward(x)
@@ -26,7 +30,17 @@ class Linear(nn.Linear):
     def _is_large(self, x: Tensor) -> bool:
         is_float = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         has_size = x.numel() * self.out_features >= LEAST and len(x) % ROWS == 0
-        return ONEDNN and x.ndim == 2 and is_float and has_size and x.device.type == "cpu"
+        return ONEDNN and self.may_leave_torch and x.ndim == 2 and is_float and has_size and x.device.type == "cpu"
+
+
+@contextmanager
+def differentiate_twice() -> Iterator[None]:
+    """While open, all products are torch's, whose gradients have gradients."""
+    Linear.may_leave_torch = False
+    try:
+        yield
+    finally:
+        Linear.may_leave_torch = True
 
 
 class _Products(torch.autograd.Function):

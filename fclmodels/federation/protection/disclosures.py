@@ -27,6 +27,7 @@ DISCLOSURES: dict[Kind, Disclosure] = {
     "directions": Disclosure(
         "the directions of a client's layer inputs or features, and how strong they are", False, False
     ),
+    "sparse": Disclosure("some of a client's weights, and which of them it holds to be its own", False, False),
     "prototype": Disclosure("mean and variance of the features of each class, and which classes a client has"),
     "reference": Disclosure("how long a client's features are on each task's basis"),
     "loss": Disclosure("how well the model fits a client's held-out samples"),

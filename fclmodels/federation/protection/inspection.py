@@ -113,6 +113,8 @@ def describe_form(parts: Mapping[str, Part]) -> ReplyForm:
 
 def describe_shape(part: Part, tensor: Tensor) -> tuple[int, ...]:
     """Return the sizes of a tensor in which all clients must agree."""
+    if part.kind == "sparse":
+        return tuple(tensor.shape[1:])
     return tuple(tensor.shape[:1] if part.kind in ("basis", "directions") else tensor.shape)
 
 

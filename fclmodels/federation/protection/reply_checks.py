@@ -44,6 +44,8 @@ def check_part(part: Part, norm: float, payload: Payload, parts: Mapping[str, Pa
     if (part.kind in ("update", "gradient") or (part.kind == "statistics" and part.over)) and part.of in payload:
         check_names_and_shapes(part.tensors, payload[part.of].tensors)
         return
+    if part.kind == "sparse":
+        check_places(part.tensors, payload[part.of].tensors if part.of in payload else None)
     if part.kind == "basis" and any(not is_orthonormal(basis) for basis in part.tensors.values()):
         raise PartError("is not orthonormal")
     if not part.noise:
@@ -68,6 +70,29 @@ def check_names_and_shapes(update: Mapping[str, Tensor], weights: Mapping[str, T
     for name, tensor in update.items():
         if name not in weights or (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
             raise PartError(f"{name} is not of the model")
+
+
+def check_places(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
+    """Raise PartError where rising places are none of entries (values [n]) or rows (values [n, ...]) of these weights.
+
+    None: of any.
+    """
+    for name in tensors:
+        kind, _, of = name.partition(".")
+        pair = [tensors.get(f"{one}.{of}") for one in ("places", "values")]
+        if kind not in ("places", "values") or pair[0] is None or pair[1] is None:
+            raise PartError(f"has {name} without its pair")
+        places, values = pair[0], pair[1]
+        if places.ndim != 1 or places.is_floating_point() or not values.ndim or len(places) != len(values):
+            raise PartError("has not one value for each place")
+        if (places < 0).any() or (places.diff() <= 0).any():
+            raise PartError("has places that are not in their order")
+        if weights is None:
+            continue
+        if of not in weights or (values.ndim > 1 and values.shape[1:] != weights[of].shape[1:]):
+            raise PartError(f"{of} is not of the model")
+        if (places >= (weights[of].numel() if values.ndim == 1 else len(weights[of]))).any():
+            raise PartError(f"has places beyond {of}")
 
 
 def find_misfit_to_bases(parts: Mapping[str, Part], bases: Mapping[str, Tensor]) -> str | None:

@@ -78,3 +78,11 @@ class TrainedNetwork:
         frozen = list_frozen(network.spec, network) if freeze else set()
         prefixes = ("backbone.", f"heads.{task}." if network.spec.head == "per-task" else "heads.")
         return {n: p for n, p in network.named_parameters() if n.startswith(prefixes) and n not in frozen}
+
+
+class SharedNetwork(TrainedNetwork):
+    """Backbone and heads train and travel; clients answer by something of their own beside them."""
+
+    @property
+    def is_personal(self) -> bool:
+        return True
