@@ -16,7 +16,7 @@ PROFILES: Profiles = {
 
 
 class FedL2P(FedPrompts):
-    """Averages a pool of prompts, their keys and the head of a frozen transformer (Learning to Prompt); no kin of fedl2p-meta."""
+    """Averages a pool of prompts, keys and head of a frozen transformer (Learning to Prompt); not fedl2p-meta."""
 
     name = "fed-l2p"
     paper = "PIP: Prototypes-Injected Prompt for Federated Class Incremental Learning"

@@ -43,7 +43,7 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.joined_heads import join_heads
 from fclmodels.methods.parts.steered_tuning import (
     Steering,
-    Tuning,
+    SteeredTuning,
     describe_steering,
     list_tuned,
     look_at,
@@ -85,7 +85,7 @@ class FedL2pMeta(FedAvg):
             raise UserError("methods.fedl2p-meta: its networks have a rate for each tensor. Use no model.freeze.")
         if settings.batch_norm in ("local", "batch"):
             raise UserError("methods.fedl2p-meta mixes stored statistics. Use batch_norm: average or frozen.")
-        refuse_late_answers(run, "fedl2p-meta's rounds are of two kinds")
+        refuse_late_answers(run, "fedl2p-meta has rounds of two kinds")
         super().__init__(settings, run, SharedNetwork(run, settings.batch_norm))
 
     @cached_property
@@ -167,7 +167,12 @@ class FedL2pMeta(FedAvg):
         return Answer(tensors, client.memory, float(loss), len(client.rows))
 
     def take_meta_step(
-        self, tuning: Tuning, steering: Steering, optimisers: Sequence[Sgd], batches: Sequence[Batch], apart: Batch
+        self,
+        tuning: SteeredTuning,
+        steering: Steering,
+        optimisers: Sequence[Sgd],
+        batches: Sequence[Batch],
+        apart: Batch,
     ) -> Tensor:
         """Move the networks against the gradient of the loss after tuning on these batches; return that loss."""
         rates, shares = steering.steer(tuning.facts)
@@ -197,7 +202,7 @@ class FedL2pMeta(FedAvg):
             optimiser.zero_grad()
         return losses[0].detach()
 
-    def prepare_tuning(self, client: Client, payload: Payload, own: Batch) -> Tuning:
+    def prepare_tuning(self, client: Client, payload: Payload, own: Batch) -> SteeredTuning:
         """Return the tuning of the model that a client was sent, which looks at these raw rows."""
         network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
         tuned = list_tuned(network, client.task)
@@ -210,7 +215,7 @@ class FedL2pMeta(FedAvg):
         def score(features: Tensor, batch: Batch) -> Tensor:
             return self.cross_entropy(network, features, batch.labels, client.task)
 
-        return Tuning(network, client.task, score, facts)
+        return SteeredTuning(network, client.task, score, facts)
 
     def load_steering(self, payload: Payload) -> Steering:
         """Return the networks that a client was sent."""
@@ -239,7 +244,7 @@ class FedL2pMeta(FedAvg):
         return answer_tuned(tuning, values, shares)
 
 
-def answer_tuned(tuning: Tuning, values: Sequence[Tensor], shares: Tensor) -> Predictor:
+def answer_tuned(tuning: SteeredTuning, values: Sequence[Tensor], shares: Tensor) -> Predictor:
     """Return the predictor of a tuned network, whose batch norms mix with the client's statistics."""
     network: Network = tuning.network
     with torch.no_grad():

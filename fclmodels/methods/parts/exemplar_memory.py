@@ -43,10 +43,17 @@ class ExemplarMemory:
     def __init__(self, settings: ExemplarSettings) -> None:
         self.settings = settings
 
-    def add_task(self, client: Client, network: Network, extract: Callable[[Tensor], Tensor] | None = None) -> Memory:
+    def add_task(
+        self,
+        client: Client,
+        network: Network,
+        extract: Callable[[Tensor], Tensor] | None = None,
+        scores: Tensor | None = None,
+    ) -> Memory:
         """Return the client's memory with exemplars of its task, chosen by the features of this network.
 
-        extract: other features [B, F] of inputs, in place of the backbone's.
+        extract: other features [B, F] of inputs, in place of the backbone's. scores: of the task's rows [n], of which
+        the highest are chosen, whatever `selection`.
 
         The memory of a client that has no rows of the task stays as it is.
         """
@@ -62,13 +69,15 @@ class ExemplarMemory:
             parts.append(old.take(find_class(old, task, label)[:share]))
         features = (
             extract_in_parts(client, extract or network.backbone, arriving)
-            if self.settings.selection == "herding"
+            if self.settings.selection == "herding" and scores is None
             else None
         )
         random = client.generator("exemplars")
         for share, label in zip(shares[len(classes) :], labels, strict=True):
             places = find_class(arriving, client.task, label)
-            if features is None:
+            if scores is not None:
+                order = scores[places].argsort(descending=True, stable=True)[:share]
+            elif features is None:
                 order = torch.randperm(len(places), generator=random)[:share]
             else:
                 order = herd(features[places], share)

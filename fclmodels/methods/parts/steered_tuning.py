@@ -166,7 +166,7 @@ def mix_norms(network: Network, shares: Tensor, statistics: Statistics | None) -
             hook.remove()
 
 
-class Tuning:
+class SteeredTuning:
     """Losses of a network with other values of its tuned parameters."""
 
     def __init__(self, network: Network, task: int, score: Callable[[Tensor, Batch], Tensor], facts: Facts) -> None:
@@ -199,7 +199,7 @@ class Tuning:
 
 
 class _Scored(nn.Module):
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: SteeredTuning) -> None:
         super().__init__()
         self.network = tuning.network
         self.score = tuning.score
