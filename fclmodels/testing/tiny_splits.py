@@ -21,7 +21,7 @@ model: {backbone: mlp, hidden: 12, dropout: [0, 0], width: 2, stem: cifar}
 federation: {rounds: 2, batch_size: 4, executor: serial, workers: 1}
 optimizer: {lr: 0.1}
 methods:
-  {fed-cil: {width: 1, noise: 4, consolidation: 2},
+  {fed-cil: {width: 1, noise: 4, consolidation: 2}, mfcl: {steps: 2, batch: 8, noise: 4, width: 2, synthetic_batch: 4},
   glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few, target: &small {pool: 12, batch: 8, g_steps: 2, warmup: 1,
   student_steps: 2, noise: 4, width: 2}, target-lode: *small, lander: *small}
 device: cpu

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.training.optimisers import Optimiser, make_optimiser
+from fclmodels.methods.parts.distillation import distill_heads
 from fclmodels.methods.parts.feature_flow import FeatureFlow, weigh_by_density
 from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads
 from fclmodels.methods.parts.label_sets import draw_uniformly
-from fclmodels.numerics.distillation import distillation_loss
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.settings.schema import OptimizerSettings
 
@@ -131,8 +131,4 @@ def distil_outputs(network: Network, hidden: Tensor, last: LastLayeredModel, fea
     with torch.no_grad():
         before = last.layer(features)
         answers = [head(before) for head in last.network.heads]
-    losses = [
-        distillation_loss(head(hidden)[:, : answer.shape[1]], answer, TEMPERATURE)
-        for head, answer in zip(network.heads, answers, strict=False)
-    ]
-    return torch.stack(losses).sum()
+    return distill_heads(network, hidden, answers, TEMPERATURE)
