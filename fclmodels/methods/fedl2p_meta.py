@@ -42,8 +42,8 @@ from fclmodels.federation.training.optimisers import Sgd
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.joined_heads import join_heads
 from fclmodels.methods.parts.steered_tuning import (
-    Steering,
     SteeredTuning,
+    Steering,
     describe_steering,
     list_tuned,
     look_at,

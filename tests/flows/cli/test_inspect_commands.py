@@ -40,7 +40,7 @@ def test_every_preset_of_the_project_is_listed_with_a_figure(
     assert fcl("presets", "fot-cifar100-iid") == 0
     assert any(line.split()[:5] == ["Table", "1", "task_aware", "fedavg", "63.12"] for line in read_lines(capsys))
     assert fcl("presets", "special-pacs") == 0
-    assert "does not have: pfeddil, sr-fdil" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # every row is of a method that is there
     assert fcl("presets", "fot-cifar") == 2
 
 
