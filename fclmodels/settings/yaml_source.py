@@ -7,6 +7,7 @@ Words and numbers are those of YAML 1.2, so that DVC, which reads and rewrites t
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class YamlSource:
     def parse(self, text: str, keys: Keys, place_of: Callable[[int], Place]) -> Any:
         """Return the plain values of a YAML text, and store their places under `keys`."""
         try:
-            node = _Composer(text).get_single_node()
+            node = compose(text)
         except ReaderError as error:
             place = place_of(text.count("\n", 0, error.position) + 1)
             raise UserError(f"{place.text}: character {error.character:#x} does not belong in a text.") from None
@@ -163,6 +164,12 @@ class YamlSource:
                 raise UserError(f"{place_of(line).text}: {'.'.join(path)} is set twice, first at {first.text}.")
             values[name] = self.convert_node(value, (*keys, name), place_of, line)
         return values
+
+
+@lru_cache(8)
+def compose(text: str) -> yaml.Node | None:
+    """Return the graph of nodes of a YAML text, which nobody changes; a file is read again and again in a process."""
+    return _Composer(text).get_single_node()
 
 
 def _list_leaves(block: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -22,23 +22,9 @@ from fclmodels.federation.engine.listener import Listener
 from fclmodels.storage import trees
 
 MakeExperiment = Callable[..., Experiment]
-METHODS = [
-    "fedavg",
-    "fedprox",
-    "joint",
-    "single-task",
-    "er",
-    "agem",
-    "ewc",
-    "lwf",
-    "flwf-2t",
-    "special",
-    "special-c",
-    "ema",
-    "prox-anchor",
-    "fedomg",
-    "stamp",
-]
+DAILY = ("fedavg", "joint", "er", "special", "stamp")
+OTHERS = ("fedprox", "single-task", "agem", "ewc", "lwf", "flwf-2t", "special-c", "ema", "prox-anchor", "fedomg")
+METHODS = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 AUTO = ("methods.special.lambda=auto",)
 PERSONAL = ("model.backbone=resnet18", "methods.fedavg.batch_norm=local")
 ALL = ["begin 0", "evaluate 0", "learn 0", "conclude 0", "evaluate 1", "learn 1", "conclude 1", "evaluate 2"]
@@ -202,7 +188,11 @@ def learnt(experiment: Experiment, folder: Path) -> tuple[list[dict[str, str]], 
     return [outcome["objects"] for outcome in outcomes], accuracy
 
 
-@pytest.mark.parametrize(("method", "settings"), [(m, ()) for m in METHODS] + [("fedavg", PERSONAL), ("special", AUTO)])
+READING = [("fedavg", PERSONAL), ("special", AUTO), *((name, ()) for name in DAILY)]
+READING_TOO = [pytest.param(name, (), marks=pytest.mark.slow) for name in OTHERS]
+
+
+@pytest.mark.parametrize(("method", "settings"), [*READING, *READING_TOO])
 def test_test_rows_are_read_by_the_evaluation_only(
     method: str,
     settings: tuple[str, ...],

@@ -173,6 +173,7 @@ def test_the_ledger_has_every_byte(toy: str, reference: Callable[[str, str], Exp
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toy", ["beside-network", "exemplars", "first-statistics", "fitted-classes", "task-biases"])
 def test_what_needs_sums_alone_learns_about_the_same_under_secure_aggregation(
     toy: str, reference: Callable[[str, str], Experiment], experiment_of: MakeExperiment, splits: Splits, tmp_path: Path

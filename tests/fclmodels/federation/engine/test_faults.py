@@ -580,7 +580,13 @@ def test_training_in_one_place_waits_for_nobody(experiment_of: MakeExperiment, t
     assert results[0]["digests"]["model"] == results[1]["digests"]["model"]
 
 
-@pytest.mark.parametrize("name", sorted(plugins.load_all("method")))
+DAILY = ("fedavg", "fedprotip", "fot", "icarl", "joint", "pip-dualp", "special", "stamp")
+EACH = [
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in sorted(plugins.load_all("method"))
+]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_every_method_goes_on_with_those_that_answer(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
