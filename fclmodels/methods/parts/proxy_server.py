@@ -12,8 +12,8 @@ task are asked before it (ours), and their local training is the first round's, 
 network, normalised as in training (the release: not), and the best score starts anew in each task (the release:
 never). A step of L-BFGS is one iteration, which ends at the same image (docs/privacy.md).
 
-knowledge: `proxy` {inputs [n, ...], labels [n]} of the present task, at most `iterates` for each class of each client;
-`best` {weights, score, rounds} of this task so far. memory: `entropy` under `signal: entropy`.
+knowledge: `proxy` {inputs [n, ...] of the encoder's size, labels [n]} of the present task, at most `iterates` for each
+class of each client; `best` {weights, score, rounds} of this task so far. memory: `entropy` under `signal: entropy`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import interpolate, normalize
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.backbones.model.spec import ModelSpec
@@ -61,6 +61,13 @@ class ProxySettings(BaseSettings):
     inversion_steps: PositiveInt = Field(250, le=100_000, description="steps for each prototype (the release's)")
     inversion_lr: PositiveFloat = Field(
         0.1, le=1e6, description="their rate; the release's, and FedProTIP's for ImageNet-R; its others: 0.5"
+    )
+    encoder_size: int | None = Field(
+        None,
+        ge=8,
+        le=1024,
+        description="side of the images whose gradients travel, to which larger prototypes are shrunk (the release's "
+        "images have 32 pixels); null: their own. A gradient grows with its square, and with the classes so far",
     )
     signal: Literal["boundary", "entropy"] = Field(
         "boundary", description="how a client notices a new task: it is told (ours), or by the rise of its entropy"
@@ -100,7 +107,13 @@ class ProxyServer:
     def draw_encoder(self, spec: ModelSpec) -> SigmoidLeNet:
         """Return the network whose gradients travel, with a row for each class so far; the same one for everybody."""
         random = self.run.generator("encoder", len(spec.tasks))
-        return SigmoidLeNet(spec.shape, spec.label_count, random).to(self.run.device)
+        return SigmoidLeNet(self.shape, spec.label_count, random).to(self.run.device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the images whose gradients travel."""
+        channels, *sides = self.run.splits.shape
+        return (channels, *(min(side, self.settings.encoder_size or side) for side in sides))
 
     # On a client.
 
@@ -154,7 +167,8 @@ class ProxyServer:
             image = self.perturb(
                 network, find_prototype(network, samples.inputs[mine]), samples.take(mine.nonzero()[0])
             )
-            for name, gradient in zip(gradients, differentiate(encoder, image, samples.labels[mine][:1]), strict=True):
+            small = resize(image, self.shape)
+            for name, gradient in zip(gradients, differentiate(encoder, small, samples.labels[mine][:1]), strict=True):
                 gradients[name][place] = gradient
         return gradients
 
@@ -191,7 +205,7 @@ class ProxyServer:
         ]
         gradients = [[g.to(self.run.device) for g in gradient] for gradient in sent if any(g.any() for g in gradient)]
         if gradients:
-            work = Inversion(self.draw_encoder(server.spec), gradients, self.settings, server.spec.shape)
+            work = Inversion(self.draw_encoder(server.spec), gradients, self.settings, self.shape)
             cohort.train(work, len(gradients))
             labels = torch.cat([infer_label(gradient) for gradient in gradients]).cpu()
             labels = labels.repeat_interleave(self.settings.iterates)
@@ -212,8 +226,8 @@ class ProxyServer:
     @torch.no_grad()
     def embed_images(self, network: Network, proxy: Tree) -> Tensor:
         """Return the features [n, F] of the images on a network in evaluation mode."""
-        inputs = proxy["inputs"].to(self.run.device)
-        return torch.cat([network.backbone(part) for part in inputs.split(EMBED)])
+        parts = (part.to(self.run.device) for part in proxy["inputs"].split(EMBED))
+        return torch.cat([network.backbone(resize(part, self.run.splits.shape)) for part in parts])
 
     @torch.no_grad()
     def measure(self, network: Network, features: Tensor, proxy: Tree, copies: int = 1) -> float:
@@ -267,6 +281,13 @@ def find_prototype(network: Network, inputs: Tensor) -> Tensor:
     network.eval()
     features = normalize(torch.cat([network.backbone(part) for part in inputs.split(EMBED)]))
     return inputs[(features - features.mean(0)).norm(dim=1).argmin()][None]
+
+
+def resize(images: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return images [n, C, ...] with sides of this shape [C, H, W]; as they are where they have them."""
+    if images.shape[1:] == torch.Size(shape):
+        return images
+    return interpolate(images, list(shape[1:]), mode="bilinear", align_corners=False, antialias=True)
 
 
 def forget_task(client: Client) -> Memory:

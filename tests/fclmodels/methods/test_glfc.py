@@ -17,7 +17,9 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.glfc import Glfc
 from fclmodels.methods.glfc_fot import GlfcFot
 from fclmodels.methods.lga import Lga, measure_radius
+from fclmodels.methods.parts.proxy_server import find_prototype
 from fclmodels.methods.parts.replay_memory import Replay, unpack_samples
+from fclmodels.numerics.gradient_inversion import differentiate
 from fclmodels.numerics.prototypes import moments
 from fclmodels.storage import trees
 
@@ -186,6 +188,36 @@ def test_who_does_not_notice_a_task_sends_nothing_and_loses_the_last_ones_exempl
         samples = unpack_samples(answer.memory)
         assert samples is not None
         assert bool(len(samples.labels)) == notices
+
+
+@pytest.mark.parametrize("kind", [Glfc, Lga])
+def test_prototypes_may_be_shrunk_before_their_gradients_travel(
+    kind: type, method_of: Callable, client_of: Callable, federate: Callable, splits_of: Callable
+) -> None:
+    """A gradient has the encoder's size, the server's images too, and the network sees them enlarged again."""
+    splits = splits_of(shape=(1, 16, 16), tasks=2)
+    small, whole, same = (
+        method_of(kind, splits=splits, encoder_size=size, perturb_steps=0, **FEW) for size in (8, None, 16)
+    )
+    server = small.start_task(small.setup(), 0)
+    client = client_of(small, 1)
+    sent = small.proxy.show_prototypes(client, small.payload(server)).tensors["prototypes"]
+    assert sent["linear.weight"].shape == (2, 2, 12 * 2 * 2)
+    training = small.prepare_training(client, small.payload(server))
+    training.run()
+    samples = small.run.batches.prepare_inputs(small.run.batches.read_raw(client.rows))
+    mine = samples.labels == 0
+    prototype = find_prototype(training.network, samples.inputs[mine])
+    shrunk = torch.nn.functional.interpolate(prototype, (8, 8), mode="bilinear", antialias=True)
+    right = differentiate(small.proxy.draw_encoder(training.network.spec), shrunk, samples.labels[mine][:1])
+    for gradient, expected in zip(sent.values(), right, strict=True):
+        torch.testing.assert_close(gradient[0], expected)
+    ended = federate(small, 1)
+    assert ended.knowledge["proxy"]["inputs"].shape[1:] == (1, 8, 8)
+    first, second = (federate(method, 1) for method in (whole, same))
+    assert first.knowledge["proxy"]["inputs"].shape[1:] == (1, 16, 16)
+    assert all(torch.equal(tensor, second.weights[name]) for name, tensor in first.weights.items())
+    assert first.knowledge["best"]["score"] == second.knowledge["best"]["score"]
 
 
 @pytest.mark.parametrize("kind", [Glfc, Lga])
