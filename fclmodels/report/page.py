@@ -29,6 +29,7 @@ from fclmodels.report.sections.knowledge import draw_prototypes
 from fclmodels.report.sections.matrices import build_accuracy_matrix, build_confusion_matrices, build_task_table
 from fclmodels.report.sections.monitors import build_monitors, draw_used_shares
 from fclmodels.report.sections.sweeps import draw_sweeps
+from fclmodels.report.sections.synthetic import draw_sheets
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -118,6 +119,7 @@ def _collect_content(groups: Sequence[Group]) -> dict[str, Any]:
         "monitors": build_monitors(groups),
         "used": draw_used_shares(groups),
         "prototypes": draw_prototypes(groups),
+        "sheets": draw_sheets(groups),
         "dense": DENSE,
         "costs": costs.summarize_costs(groups),
         "against_accuracy": costs.draw_accuracy_against_costs(groups),

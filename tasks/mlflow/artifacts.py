@@ -22,10 +22,11 @@ from fclmodels.experiment.exported_model import ExportedModel
 from fclmodels.report import labels
 from fclmodels.report.page import render_page
 from fclmodels.report.read_runs import read_table
+from fclmodels.report.sections.synthetic import join_strips, load_strips
 from tasks.mlflow.naming import READING
 
 PYFUNC_FILE = Path(__file__).with_name("pyfunc_model.py")
-ACCURACY, REPORT = "accuracy", "report.html"
+ACCURACY, REPORT, SHEET = "accuracy", "report.html", "synthetic.png"
 MAX_NUMBERED = 20  # tasks of a heat map with a number in each cell
 REQUIREMENTS = ("fclflow", "torch", "torchvision", "numpy", "pandas", "pillow", "safetensors")  # mlflow adds itself
 TEXT_REQUIREMENTS = ("transformers",)
@@ -61,12 +62,19 @@ def log_artifacts(client: MlflowClient, run: str, folder: Path) -> None:
         client.log_figure(run, draw_heat_map(matrix), f"{name}.png")
         client.log_dict(run, to_table(matrix), f"{name}.json")
     show_tables(client, run, list(matrices))
+    log_sheet(client, run, folder)
     client.log_text(run, render_page([folder]), REPORT)
     for file in (folder / "result.json", *sorted(folder.glob("*.parquet"))):
         client.log_artifact(run, str(file))
     if (folder / "knowledge").is_dir():
         client.log_artifacts(run, str(folder / "knowledge"), "knowledge")
     log_model(client, run, folder / "model")
+
+
+def log_sheet(client: MlflowClient, run: str, folder: Path) -> None:
+    """Log the contact sheet of synthetic images, where the server has some."""
+    if sheet := load_strips(folder):
+        client.log_image(run, join_strips(sheet[1]), SHEET)
 
 
 def show_tables(client: MlflowClient, run: str, names: Sequence[str]) -> None:

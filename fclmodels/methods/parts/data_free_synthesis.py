@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.errors import UserError
+from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.training.optimisers import Optimiser, read_optimiser_state, restore_optimiser
 from fclmodels.federation.training.server_training import ServerWork
@@ -45,6 +46,7 @@ from fclmodels.randomness import seed_torch
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.storage.trees import Tree
 
+SMALL = 2**18  # pixels of a batch that keep one thread busy: on a shared machine a second one would wait for it
 MEMORY = 0.9  # share of the past in the statistics of batches
 BETAS = (0.5, 0.999)  # of Adam that trains a generator
 
@@ -126,7 +128,13 @@ class Synthesis(ServerWork):
         return self.settings.batch
 
     def step(self, number: int) -> float:
-        round = number + 1
+        *_, height, width = self.images.shape
+        is_small = self.settings.batch * height * width < SMALL
+        with set_torch_threads(1 if is_small else torch.get_num_threads()):
+            return self.take_round(number + 1)
+
+    def take_round(self, round: int) -> float:
+        """Make images, put them into the pool and teach the student; return the images' loss."""
         images, columns, loss = self.make_images(round)
         if not isfinite(loss):
             raise UserError(f"the server's synthesis diverged in round {round} (loss {loss}). Lower lr_g.")
