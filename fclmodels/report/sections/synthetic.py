@@ -7,8 +7,8 @@ import io
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,7 +22,8 @@ MOST = 100  # images that are shown
 GAP, GREY = 1, 128  # pixels between images of a strip, and their value
 
 
-class Strip(NamedTuple):
+@dataclass(frozen=True)
+class Strip:
     """The images of one class side by side."""
 
     name: str
@@ -37,7 +38,8 @@ class Strip(NamedTuple):
         return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
 
 
-class Sheet(NamedTuple):
+@dataclass(frozen=True)
+class Sheet:
     """The strips of one run, in the order of labels."""
 
     index: int  # of the run's group
