@@ -18,6 +18,7 @@ import polars as pl
 
 from fclmodels.metrics import accuracy_curve
 from fclmodels.report import labels
+from fclmodels.report.charts.contact_sheets import draw_sheets
 from fclmodels.report.charts.line_charts import LineChart, Series, draw_line_chart
 from fclmodels.report.comparison import compare_groups, list_readings, mean_and_std, summarize_groups
 from fclmodels.report.formatting import format_bytes, format_duration, format_number, format_percent, format_points
@@ -29,7 +30,6 @@ from fclmodels.report.sections.knowledge import draw_prototypes
 from fclmodels.report.sections.matrices import build_accuracy_matrix, build_confusion_matrices, build_task_table
 from fclmodels.report.sections.monitors import build_monitors, draw_used_shares
 from fclmodels.report.sections.sweeps import draw_sweeps
-from fclmodels.report.sections.synthetic import draw_sheets
 
 if TYPE_CHECKING:
     from jinja2 import Environment

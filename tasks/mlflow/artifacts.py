@@ -20,9 +20,9 @@ from fclmodels import metrics
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.experiment.exported_model import ExportedModel
 from fclmodels.report import labels
+from fclmodels.report.charts.contact_sheets import join_strips, load_strips
 from fclmodels.report.page import render_page
 from fclmodels.report.read_runs import read_table
-from fclmodels.report.sections.synthetic import join_strips, load_strips
 from tasks.mlflow.naming import READING
 
 PYFUNC_FILE = Path(__file__).with_name("pyfunc_model.py")

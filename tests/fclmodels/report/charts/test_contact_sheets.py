@@ -13,8 +13,8 @@ from PIL import Image
 from run_folders import write_run
 
 from fclmodels.errors import UserError
+from fclmodels.report.charts.contact_sheets import draw_sheets, join_strips, load_strips, make_strips
 from fclmodels.report.page import render_page
-from fclmodels.report.sections.synthetic import draw_sheets, join_strips, load_strips, make_strips
 from fclmodels.storage import trees
 
 
