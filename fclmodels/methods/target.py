@@ -93,7 +93,7 @@ class TargetSynthesis(Synthesis):
     def __init__(self, run: Run, settings: Target.Settings, teacher: Network, student: Network) -> None:
         super().__init__(run, settings, teacher, student)
         with seed_torch(run.seed, "generator", len(teacher.spec.tasks), device=torch.device("cpu")):
-            self.generator = ImageGenerator(settings.noise, settings.width, teacher.spec.shape).to(run.device)
+            self.generator = ImageGenerator(settings.noise, settings.width, self.shape).to(run.device)
         self.meta = make_adam(self.generator, settings.lr_g * settings.g_steps)
 
     def make_student_optimiser(self) -> Optimiser:

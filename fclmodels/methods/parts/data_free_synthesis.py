@@ -25,6 +25,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fclmodels.backbones.model.network import Network
@@ -71,6 +72,9 @@ class SynthesisSettings(BaseSettings):
     student_steps: NonNegativeInt = Field(400, le=1_000_000, description="steps of the student in a round")
     student_temperature: PositiveFloat = Field(20.0, le=1e6, description="by which its and the teacher's logits count")
     noise: PositiveInt = Field(256, le=100_000, description="numbers that the generator makes an image of")
+    side: PositiveInt | None = Field(
+        None, le=4096, description="pixels of a side as generated and sent, then enlarged; null: the samples'"
+    )
     width: PositiveInt = Field(64, le=10_000, description="channels of the generator's last layers")
 
 
@@ -101,7 +105,9 @@ class Synthesis(ServerWork):
         self.past: Statistics | None = None
         self.latest: Statistics = []  # of the last images that were measured
         self.count = 0  # of images in the pool
-        self.images = torch.empty(settings.pool, *teacher.spec.shape, dtype=torch.uint8)
+        channels, *sides = teacher.spec.shape
+        self.shape = (channels, *([settings.side] * 2 if settings.side else sides))
+        self.images = torch.empty(settings.pool, *self.shape, dtype=torch.uint8)
         self.columns = torch.empty(settings.pool, dtype=torch.int64)  # of these images
 
     @property
@@ -175,9 +181,10 @@ class Synthesis(ServerWork):
     # The loss of images.
 
     def augment(self, pixels: Tensor) -> Tensor:
-        """Return altered pixels, by draws from torch's global generator."""
+        """Return altered pixels of the samples' size, by draws from torch's global generator."""
         batches = self.run.batches
-        return batches.augment_pixels(pixels, batches.make_device_generator(torch.default_generator))
+        generator = batches.make_device_generator(torch.default_generator)
+        return batches.augment_pixels(enlarge(pixels, self.teacher.spec.shape), generator)
 
     def measure(self, inputs: Tensor, columns: Tensor, round: int) -> tuple[Tensor, Tensor]:
         """Return the loss of images as the teacher reads them, and the teacher's features of them [B, F]."""
@@ -216,6 +223,14 @@ class Synthesis(ServerWork):
         answers, answers_right = join_heads(self.student, features), join_heads(self.teacher, right).detach()
         heads = zip(answers.split(self.sizes, 1), answers_right.split(self.sizes, 1), strict=True)
         return torch.stack([T**2 * distillation_loss(s, t, T) for s, t in heads]).sum()
+
+
+def enlarge(pixels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return pixels [B, C, H, W], uint8 or floating in 0..1, at the size of samples of this shape."""
+    if pixels.shape[1:] == torch.Size(shape):
+        return pixels
+    scaled = pixels if pixels.is_floating_point() else pixels.float() / 255
+    return interpolate(scaled, tuple(shape[1:]), mode="bilinear", align_corners=False)
 
 
 class Captured(NamedTuple):

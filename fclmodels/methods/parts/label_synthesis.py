@@ -62,7 +62,7 @@ class LabelSynthesis(Synthesis):
         self.embeddings = embeddings[labels.to(embeddings.device)]  # of each column
         with seed_torch(run.seed, "generator", len(spec.tasks), device=torch.device("cpu")):
             numbers = (embeddings.shape[1], settings.batch, settings.noise, settings.width)
-            self.generator = LabelGenerator(*numbers, spec.shape).to(run.device)
+            self.generator = LabelGenerator(*numbers, self.shape).to(run.device)
         self.pixels = [torch.full((spec.shape[0], 1, 1), at, device=run.device, requires_grad=True) for at in START]
 
     def make_student_optimiser(self) -> Optimiser:

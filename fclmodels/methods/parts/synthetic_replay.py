@@ -36,7 +36,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
-from fclmodels.methods.parts.data_free_synthesis import Synthesis, SynthesisSettings, draw_endlessly
+from fclmodels.methods.parts.data_free_synthesis import Synthesis, SynthesisSettings, draw_endlessly, enlarge
 from fclmodels.methods.parts.distillation import Teacher
 from fclmodels.storage.trees import Tree
 
@@ -76,7 +76,8 @@ class SyntheticReplay(FedAvg):
     def advice(self) -> list[str]:
         of, lines = self.settings, []
         if self.replays:
-            size = of.pool * math.prod(self.run.splits.shape)
+            channels, *sides = self.run.splits.shape
+            size = of.pool * channels * (of.side**2 if of.side else math.prod(sides))
             lines.append(
                 f"each client downloads {of.pool} synthetic images a task ({size:,} bytes): what the server can draw "
                 "of all clients' data is open to every one of them"
@@ -193,7 +194,8 @@ class SyntheticImages(Iterator[Tensor]):
 
     def __next__(self) -> Tensor:
         pixels = self.images[next(self.draws).to(self.images.device)].to(self.batches.device)
-        return self.batches.normalise_pixels(self.batches.augment_pixels(pixels, self.augmenting))
+        enlarged = enlarge(pixels, self.batches.splits.shape)
+        return self.batches.normalise_pixels(self.batches.augment_pixels(enlarged, self.augmenting))
 
 
 def select_sheet(pool: Tree) -> Tree:

@@ -16,7 +16,7 @@ from fclmodels.backbones.model.network import build_network
 from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.data_free_synthesis import draw_endlessly
+from fclmodels.methods.parts.data_free_synthesis import draw_endlessly, enlarge
 from fclmodels.methods.parts.synthetic_replay import SyntheticImages, select_sheet
 from fclmodels.methods.target import Target, TargetSynthesis
 from fclmodels.storage import trees
@@ -220,3 +220,14 @@ def test_what_it_advises_and_refuses(method_of: Callable, splits_of: Callable) -
     with_norms = method_of(Target, "model.backbone=resnet18", splits=splits_of(shape=(3, 8, 8)), **TINY)
     assert len(with_norms.advice()) == 1
     assert method_of(Target, **TINY, kd=0.0).advice() == []
+
+
+def test_images_may_be_smaller_than_samples(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
+    """They are generated, stored and sent so; the networks see them enlarged."""
+    splits = splits_of(shape=(3, 8, 8))
+    experiment_of("methods.target.side=4", method="target", splits=splits).run(tmp_path / "run")
+    pool = pl.read_parquet(tmp_path / "run" / "ledger.parquet").filter(part="synthetic")
+    assert set(pool["bytes"]) == {12 * 3 * 4 * 4}
+    pixels = torch.arange(3 * 16, dtype=torch.uint8).view(1, 3, 4, 4)
+    assert enlarge(pixels, (3, 4, 4)) is pixels
+    assert_allclose(enlarge(pixels, (3, 8, 8)).mean().item(), pixels.float().mean().item() / 255, rtol=1e-5)
