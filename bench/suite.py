@@ -39,6 +39,7 @@ KINDS = (
     "ray_executor",
 )
 PEERS = "peers"
+COSTS = "costs"  # a benchmark of each method: measured where it is named
 MOST_SECONDS = 900  # of one benchmark
 HEADER = "| row | ratio | quartiles | limit | ours | yardstick | what |\n|---|---|---|---|---|---|---|"
 SCHEMA = pl.Schema(
@@ -61,7 +62,8 @@ def select_benchmarks(names: Sequence[str], benchmarks: dict[str, tuple[str, Ben
     for name in names:
         if name not in benchmarks and name not in {kind for kind, _ in benchmarks.values()}:
             sys.exit(f"{name} is no benchmark, nor a kind of them: fcl bench --list")
-    return [name for name, (kind, _) in benchmarks.items() if not names or name in names or kind in names]
+    chosen = {name for name, (kind, _) in benchmarks.items() if name in names or kind in names}
+    return [name for name, (kind, _) in benchmarks.items() if (name in chosen if names else kind != COSTS)]
 
 
 def measure(bench: Bench, turns: int | None) -> None:
@@ -128,7 +130,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only list the names")
     parser.add_argument("--measure", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    benchmarks = list_benchmarks([*KINDS, *[PEERS] * (options.peers or options.measure is not None)])
+    benchmarks = list_benchmarks([*KINDS, COSTS, *[PEERS] * (options.peers or options.measure is not None)])
     if options.measure:
         return measure(benchmarks[options.measure][1], options.turns)
     names = select_benchmarks(options.names, benchmarks)

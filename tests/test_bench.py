@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 from typer.testing import CliRunner
 
+from fclmodels import plugins
 from fclmodels.errors import UserError
 from flows.cli import inspect_commands
 from flows.cli.app import app
@@ -70,10 +71,18 @@ def test_memory_of_a_tree_holds_that_of_its_children(module: Any) -> None:
 
 
 def test_every_benchmark_has_a_name_of_its_own(suite: ModuleType) -> None:
-    kinds = [*suite.KINDS, suite.PEERS]
+    kinds = [*suite.KINDS, suite.COSTS, suite.PEERS]
     benches = [bench for kind in kinds for bench in importlib.import_module(kind).BENCHES]
     assert len(suite.list_benchmarks(kinds)) == len(benches)
     assert not {bench.name for bench in benches} & set(kinds)
+
+
+def test_costs_of_methods_are_measured_where_they_are_named(suite: ModuleType) -> None:
+    """Each has rows of its own; without a name the whole would take longer than half an hour."""
+    benchmarks = suite.list_benchmarks([*suite.KINDS, suite.COSTS])
+    named = suite.select_benchmarks([suite.COSTS], benchmarks)
+    assert {name.removeprefix("costs-") for name in named} == set(plugins.load_all("method")) - {"fedavg", "joint"}
+    assert not set(named) & set(suite.select_benchmarks([], benchmarks))
 
 
 def test_a_run_goes_on_where_it_stopped(
