@@ -12,13 +12,12 @@ model is FedAvg's.
 
 The paper starts from a finished model and has no tasks: rounds in tasks, `share`, and the cap of steps (release: 15
 epochs) are ours, as are the client's own statistics in answers. `gradient: release` has the release's sign, which turns
-that of the rates. Without batch norm there is one network alone. knowledge: `steering`.
+that of the rates. Without batch norm there is one network alone.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
@@ -38,6 +37,7 @@ from fclmodels.federation.messages import Part, Payload, make_outline
 from fclmodels.federation.prediction import Prediction, Predictor, predict_by_heads
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
+from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.optimisers import Sgd
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.joined_heads import join_heads
@@ -52,8 +52,8 @@ from fclmodels.methods.parts.steered_tuning import (
 from fclmodels.methods.parts.trained_network import SharedNetwork
 from fclmodels.methods.parts.whole_answers import refuse_late_answers
 from fclmodels.numerics.meta_gradient import differentiate_tuning
-from fclmodels.randomness import seed_torch
 
+STEERING, UPDATE = "steering", "steering-update"
 APART = 5  # one of so many rows is set apart
 CURVATURE_STEP, TERMS = 0.1, 4  # of the series for the inverse Hessian (release)
 
@@ -88,10 +88,9 @@ class FedL2pMeta(FedAvg):
         refuse_late_answers(run, "fedl2p-meta has rounds of two kinds")
         super().__init__(settings, run, SharedNetwork(run, settings.batch_norm))
 
-    @cached_property
-    def spec(self) -> dict[str, Any]:
-        """What the steering networks are built from."""
-        return describe_steering(self.networks.of(self.run.spec(1)), self.settings.lr)
+    def auxiliary_networks(self) -> list[Auxiliary]:
+        spec = describe_steering(self.networks.of(self.run.spec(1)), self.settings.lr)
+        return [Auxiliary(STEERING, spec, Steering, "server")]
 
     def steers(self, task: int, round: int) -> bool:
         """Return whether a round trains the networks: the last of a task, one at least where there are two."""
@@ -101,29 +100,21 @@ class FedL2pMeta(FedAvg):
 
     # On the server.
 
-    def setup(self) -> Server:
-        with seed_torch(self.run.seed, "steering", device=torch.device("cpu")):
-            state = dict(Steering(self.spec).state_dict())
-        return replace(super().setup(), knowledge={"steering": state})
-
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), "steering": Part("generator", server.knowledge["steering"])}
-
     def update_form(self, task: int, round: int) -> Form:
         if not self.steers(task, round):
             return super().update_form(task, round)
-        state = {name: tensor.to("meta") for name, tensor in Steering(self.spec).state_dict().items()}
+        state = {n: tensor.to("meta") for n, tensor in self.auxiliaries.create_initial()[STEERING].items()}
         return {
-            "steering-update": Part("update", state, over="weight", of="steering"),
+            UPDATE: Part("update", state, over="weight", of=STEERING),
             "weight": make_outline("count", {"weight": ()}, torch.float64),
         }
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
-        if "steering-update" not in replies.parts:
+        if UPDATE not in replies.parts:
             return super().aggregate(server, replies)
         share = self.server_lr(server.task) / replies.sum("weight")["weight"].item()
-        state, moved = server.knowledge["steering"], replies.sum("steering-update")
-        return replace(server, knowledge={"steering": {n: w.add(moved[n], alpha=share) for n, w in state.items()}})
+        state, moved = server.networks[STEERING], replies.sum(UPDATE)
+        return replace(server, networks={STEERING: {n: w.add(moved[n], alpha=share) for n, w in state.items()}})
 
     # On a client.
 
@@ -159,9 +150,9 @@ class FedL2pMeta(FedAvg):
                         tuning, steering, optimisers, self.draw(own, random), prepare(apart.take(places))
                     )
         weight = float(count) if self.run.params.federation.weighting == "samples" else 1.0
-        start, state = payload["steering"].tensors, steering.state_dict()
+        start, state = payload[STEERING].tensors, steering.state_dict()
         tensors = {
-            "steering-update": {name: (state[name] - start[name]) * weight for name in start},
+            UPDATE: {name: (state[name] - start[name]) * weight for name in start},
             "weight": {"weight": torch.tensor(weight, dtype=torch.float64)},
         }
         return Answer(tensors, client.memory, float(loss), len(client.rows))
@@ -219,9 +210,10 @@ class FedL2pMeta(FedAvg):
 
     def load_steering(self, payload: Payload) -> Steering:
         """Return the networks that a client was sent."""
-        steering = Steering(self.spec).to(self.run.device)
-        steering.load_state_dict(payload["steering"].tensors)
-        return steering
+        (auxiliary,) = self.auxiliaries.auxiliaries
+        steering = self.auxiliaries.load(auxiliary, payload[STEERING].tensors)
+        assert isinstance(steering, Steering)
+        return steering.requires_grad_(True)
 
     def draw(self, own: Batch, random: torch.Generator) -> list[Batch]:
         """Return the batches of as many steps of tuning, of raw rows in a new order in each pass."""

@@ -14,7 +14,8 @@ As in the release A_i, i < t, do not move again, so that the drift term is about
 only sum_i sigmoid(m_i)^2. Ours: that term is taken as an implicit step, which no weight makes diverge; K is of all
 others' earlier tasks among the newest `borrow` of all clients (release: the last task's, a client's own too); a channel
 that nobody sends stays as it was; all clients count alike in a channel, whatever `federation.weighting`. A_t starts at
-B/3, m and alpha at random as in the release; biases, norms and heads as the seed draws them.
+B/3, m and alpha at random as in the release; biases, norms and heads as the seed draws them. A client holds at most
+`borrow` times a model's entries of K while it trains, 8 bytes each.
 
 A task's own theta answers for its head, so the task must be given. The server's model is B with what the seed draws,
 and answers by chance: what counts are the readings personal_*. knowledge: `added`, a list of {client, task, tensors}.
@@ -98,7 +99,7 @@ class Decomposition:
     def borrow(self, name: str) -> Tensor:
         """Return sum_k alpha_k K_k."""
         like = self.own[name]
-        return self.others.add_up(name, self.alpha[name], like) if self.others.count else torch.zeros_like(like)
+        return self.others.add_up(name, self.alpha[name], like) if self.others.parts else torch.zeros_like(like)
 
     def compose(self) -> Weights:
         """Return theta of each layer."""
@@ -209,10 +210,10 @@ class FedWeit(FedAvg):
 
     def prepare_training(self, client: Client, payload: Payload) -> LocalTraining:
         spec, base = self.run.spec(client.task + 1), payload["weights"].tensors
-        others = Others(unpack_added(payload), list(base))
+        others = Others(unpack_added(payload))
         present = client.memory.get("present", {"task": -1})
         if present["task"] != client.task:
-            present = {**draw_present(base, others.count, client.generator("masks")), "start": base, "local": {}}
+            present = {**draw_present(base, len(others.parts), client.generator("masks")), "start": base, "local": {}}
         network = self.networks.load(spec, {**base, **self.network.draw_undownloaded(spec), **present["local"]})
         self.set_modes(network, client.task)
         training = LocalTraining(self, client, network, base)
@@ -262,7 +263,7 @@ class FedWeit(FedAvg):
         }
         kinds = {"mask": of.mask, "own": of.own, "alpha": of.alpha}
         present = {kind: {n: p.detach().clone() for n, p in tensors.items()} for kind, tensors in kinds.items()}
-        borrowed = {name: of.borrow(name).detach() for name in of.base} if of.others.count else {}
+        borrowed = {name: of.borrow(name).detach() for name in of.base} if of.others.parts else {}
         sums = pick_entries(borrowed, 0.0)
         facts = {"task": client.task, "start": of.start, "local": local, "borrowed": sums.to_tensors()}
         return {**client.memory, "present": {**present, **facts}}

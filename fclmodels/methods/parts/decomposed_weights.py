@@ -36,22 +36,17 @@ class Sparse(NamedTuple):
 
 
 class Others:
-    """The K of other clients, each of some entries of the weights: all entries of a weight side by side."""
+    """The K of other clients, sparse as they came."""
 
-    def __init__(self, parts: Sequence[Sparse], names: Sequence[str]) -> None:
-        self.count = len(parts)
-        self.places = {name: torch.cat([part.places[name].long() for part in parts]) for name in names if parts}
-        self.values = {name: torch.cat([part.values[name] for part in parts]) for name in names if parts}
-        self.owners = {
-            name: torch.cat([torch.full_like(part.places[name], k).long() for k, part in enumerate(parts)])
-            for name in names
-            if parts
-        }
+    def __init__(self, parts: Sequence[Sparse]) -> None:
+        self.parts = parts
 
     def add_up(self, name: str, alpha: Tensor, like: Tensor) -> Tensor:
         """Return sum_k alpha_k K_k of a weight, of the shape of `like`."""
         total = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        return total.index_add(0, self.places[name], alpha[self.owners[name]] * self.values[name]).view_as(like)
+        for share, part in zip(alpha, self.parts, strict=True):
+            total = total.index_add(0, part.places[name], share * part.values[name])
+        return total.view_as(like)
 
 
 def list_decomposed(network: Network) -> list[str]:
@@ -80,7 +75,7 @@ def pick_entries(weights: Mapping[str, Tensor], threshold: float) -> Sparse:
 
 def add_entries(weight: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """Return a weight with values added at these places of it."""
-    return weight.flatten().index_add(0, places.long(), values).view_as(weight)
+    return weight.flatten().index_add(0, places, values).view_as(weight)
 
 
 def average_channels(base: Tensor, places: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

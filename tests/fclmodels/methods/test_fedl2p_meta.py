@@ -61,8 +61,8 @@ def test_the_last_rounds_train_the_networks_alone(method_of: Callable, client_of
     plain = federate(method_of(FedAvg, "federation.rounds=4"), 1)
     server = federate(method, 1)
     assert all(torch.equal(server.weights[name], plain.weights[name]) for name in plain.weights)
-    start = method.setup().knowledge["steering"]
-    assert any(not torch.equal(server.knowledge["steering"][name], tensor) for name, tensor in start.items())
+    start = method.setup().networks["steering"]
+    assert any(not torch.equal(server.networks["steering"][name], tensor) for name, tensor in start.items())
 
 
 def test_networks_with_norms_learn_how_to_mix_them(
@@ -82,7 +82,7 @@ def test_without_mixing_and_with_one_rate_it_is_plain_fine_tuning(
 ) -> None:
     method = method_of(FedL2pMeta, *settings, "federation.batch_size=64", steps=2, lr=0.1)
     server, client = method.start_task(method.setup(), 0), client_of(method, 1, 0, -1)
-    state = {name: torch.zeros_like(t) for name, t in server.knowledge["steering"].items()}
+    state = {name: torch.zeros_like(t) for name, t in server.networks["steering"].items()}
     state["rates"] += 0.1
     state["for_rates.4.bias"] += 1
     payload: dict[str, Any] = {**method.payload(server)}

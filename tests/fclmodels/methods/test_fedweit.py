@@ -35,7 +35,7 @@ def test_the_worked_weights() -> None:
     """The notes have output channels as columns."""
     B, A = torch.tensor([[1.0, -2.0], [0.5, 3.0]]).T, torch.tensor([[0.1, 0.0], [0.0, -0.2]]).T
     present = {"mask": {W: torch.tensor([0.0, 1.0])}, "own": {W: A}, "alpha": {W: torch.tensor([0.5])}, "start": {W: B}}
-    of = Decomposition({W: B}, present, Others([sparse([[1.0, 0.0], [0.0, 0.0]])], [W]), {})
+    of = Decomposition({W: B}, present, Others([sparse([[1.0, 0.0], [0.0, 0.0]])]), {})
     assert_allclose(of.compose()[W].T.detach(), [[1.1, -1.462117], [0.25, 1.993176]], atol=1e-6)
 
 
@@ -149,7 +149,7 @@ def test_penalties_are_the_papers(method: Any) -> None:
     of = Decomposition(
         {W: torch.tensor([[2.0]])},
         {"mask": {W: torch.tensor([3.0])}, "own": {W: torch.tensor([[-0.5]])}, "alpha": {}, "start": {}},
-        Others([], [W]),
+        Others([]),
         {},
     )
     first, later = (method.measure_size(of, task).item() for task in (0, 1))

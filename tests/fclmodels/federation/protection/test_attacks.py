@@ -226,6 +226,7 @@ SUMMED = (
         ("stsa", "adds up products"),
         ("lorm", "adds up products"),
         ("regmean", "adds up products"),
+        ("fedweit", "averages channels"),
         ("fed-cil", "draws images with each client's generator"),
     ),
 )

@@ -33,12 +33,14 @@ SUMS = {
     "fed-cil": ("methods.fed-cil.consolidation=0",),  # settings with which a method needs sums only
     "fedprotip": ("methods.fedprotip.exchange=sketch", "methods.fedprotip.tip_reference=mean"),
     "stamp": ("methods.stamp.spatio=false",),
+    "sr-fdil": ("methods.sr-fdil.choice=uniform",),
     "glfc": ("methods.glfc.proxy=false",),
     "lga": ("methods.lga.proxy=false",),
     # Without the hinge: at its kink the encoding's rounding becomes a step of its own.
     "podnet": ("methods.podnet.nca=release",),
     "afc": ("methods.afc.nca=release",),
 }
+REFUSES = {"fedomg", "joint", "pilora", "fedas", "feddbe", "fedl2p-meta", "fedweit", "pfeddil"}
 NAMED = ("fedavg", "fot", "fedprotip", "special", "pip-dualp")  # each with parts of its own kinds
 
 
@@ -163,11 +165,11 @@ def test_named_methods_end_as_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(plugins.load_all("method").keys() - set(NAMED) - {"fedomg", "joint", "pilora"}))
+@pytest.mark.parametrize("name", sorted(plugins.load_all("method").keys() - set(NAMED) - REFUSES))
 def test_every_other_method_ends_as_without_it_(
     name: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
-    """fedomg, joint and pilora refuse; whatever is added later has to do one of both."""
+    """Whatever is added later has to do this or to refuse."""
     ends_as_without_it(name, experiment_of, splits_of(val=2), tmp_path)
 
 
