@@ -115,6 +115,8 @@ def _choose_network(kind: Any) -> tuple[str, ...]:
     """Return the settings of a network that a method can run on."""
     if getattr(kind, "needs_backbone", None) == "convit":
         return CONVIT
+    if getattr(kind, "needs_own_heads", False):
+        return ("model.head=per-task",)
     return VIT if getattr(kind, "attaches", Adapted).needs_transformer else ()
 
 
