@@ -11,8 +11,8 @@ on its rows of the last task (readings personal_*), which it makes when it is as
 model is FedAvg's.
 
 The paper starts from a finished model and has no tasks: rounds in tasks, `share`, and the cap of steps (release: 15
-epochs) are ours, as are the client's own statistics in answers. `gradient: release` has the release's sign, which turns
-that of the rates. Without batch norm there is one network alone.
+epochs) are ours, as is a plain mean of batches' statistics in answers (release: a running one). `gradient: release` has
+the release's sign, which turns that of the rates. Without batch norm there is one network alone.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ from fclmodels.federation.training.optimisers import Sgd
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.joined_heads import join_heads
 from fclmodels.methods.parts.steered_tuning import (
+    Statistics,
     SteeredTuning,
     Steering,
     describe_steering,
@@ -169,15 +170,15 @@ class FedL2pMeta(FedAvg):
         rates, shares = steering.steer(tuning.facts)
         *earlier, last = batches
         before = tuning.descend(tuning.read(), earlier, rates, shares.detach())
-        meta = list(steering.parameters())
+        statistics, meta = tuning.record(batches, shares, before), list(steering.parameters())
         losses: list[Tensor] = []
 
         def measure_apart(values: Sequence[Tensor]) -> Tensor:
-            losses.append(tuning.measure(apart, shares, False, values))
+            losses.append(tuning.measure(apart, shares, values, statistics))
             return losses[-1]
 
         gradients = differentiate_tuning(
-            lambda values: tuning.measure(last, shares, True, values),
+            lambda values: tuning.measure(last, shares, values),
             measure_apart,
             before,
             list(rates),
@@ -232,19 +233,20 @@ class FedL2pMeta(FedAvg):
         own = self.run.batches.read_raw(client.rows)
         tuning = self.prepare_tuning(client, payload, own)
         rates, shares = (t.detach() for t in self.load_steering(payload).steer(tuning.facts))
-        values = tuning.descend(tuning.read(), self.draw(own, client.generator("tuning")), rates, shares)
-        return answer_tuned(tuning, values, shares)
+        batches = self.draw(own, client.generator("tuning"))
+        values = tuning.descend(tuning.read(), batches, rates, shares)
+        return answer_tuned(tuning, values, shares, tuning.record(batches, shares, values))
 
 
-def answer_tuned(tuning: SteeredTuning, values: Sequence[Tensor], shares: Tensor) -> Predictor:
-    """Return the predictor of a tuned network, whose batch norms mix with the client's statistics."""
+def answer_tuned(tuning: SteeredTuning, values: Sequence[Tensor], shares: Tensor, statistics: Statistics) -> Predictor:
+    """Return the predictor of a tuned network, whose batch norms mix stored statistics with these."""
     network: Network = tuning.network
     with torch.no_grad():
         for name, value in zip(tuning.names, values, strict=True):
             network.get_parameter(name).copy_(value)
 
     def predict(inputs: Tensor) -> Prediction:
-        with mix_norms(network, shares, tuning.facts.statistics):
+        with mix_norms(network, shares, statistics):
             return Prediction(join_heads(network, network.backbone(inputs)))
 
     return predict

@@ -6,7 +6,7 @@ the mean and the deviation of all numbers that enter it. Then
 
     w_j <- w_j - lr_j LR_j grad_j,      batch norm by (1 - beta_l) stored + beta_l present statistics,
 
-present ones being the batch's while tuning and the client's in answers (ours; the release has running ones).
+present ones being the batch's while tuning, and in answers their mean over the batches that the model was tuned on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,6 @@ class Facts(NamedTuple):
 
     divergences: Tensor  # [batch norms]
     moments: Tensor  # [2 layers], mean and deviation of what enters each
-    statistics: Statistics
 
 
 class Steering(nn.Module):
@@ -57,12 +56,11 @@ class Steering(nn.Module):
 
 
 def build_net(inputs: int, outputs: int, bias: float) -> nn.Sequential:
-    """Return inputs-100-100-outputs with ReLU, of Xavier's normal weights times 0.1 and this bias at the end."""
+    """Return inputs-100-100-outputs with ReLU, of Xavier's normal weights times 0.1 and this bias in each layer."""
     layers = [nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, outputs)]
     for layer in layers:
         nn.init.xavier_normal_(layer.weight, gain=GAIN)
-        nn.init.zeros_(layer.bias)
-    nn.init.constant_(layers[-1].bias, bias)
+        nn.init.constant_(layer.bias, bias)
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
@@ -124,7 +122,7 @@ def look_at(network: Network, batches: Sequence[Tensor]) -> Facts:
         if layer.running_mean is not None and layer.running_var is not None
     ]
     deviations = [m for mean, var in moments for m in (mean, (var + EPS).sqrt())]
-    return Facts(torch.stack(divergences) if divergences else torch.zeros(0), torch.stack(deviations), statistics)
+    return Facts(torch.stack(divergences) if divergences else torch.zeros(0), torch.stack(deviations))
 
 
 def find_moments(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,12 +144,16 @@ def normalise(x: Tensor, layer: nn.Module, share: Tensor, present: tuple[Tensor,
 
 
 @contextmanager
-def mix_norms(network: Network, shares: Tensor, statistics: Statistics | None) -> Iterator[None]:
-    """While open, batch norms mix stored statistics with these, or (None) with those of the batch."""
+def mix_norms(
+    network: Network, shares: Tensor, statistics: Statistics | None, notes: dict[str, list[Tensor]] | None = None
+) -> Iterator[None]:
+    """While open, batch norms mix stored statistics with these, or (None) with those of the batch, which are noted."""
 
     def replace_output(name: str, share: Tensor, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = args[0]
         present = statistics[name] if statistics else (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0))
+        if notes is not None:
+            notes.setdefault(name, []).append(torch.stack(present))
         return normalise(x, layer, share, present)
 
     norms = list_norms(network)
@@ -179,18 +181,34 @@ class SteeredTuning:
         """Return the parameters as they are."""
         return [self.network.get_parameter(name).detach().clone() for name in self.names]
 
-    def measure(self, batch: Batch, shares: Tensor, by_batch: bool, values: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a batch at these values."""
-        weights = dict(zip(self.names, values, strict=True))
-        with mix_norms(self.network, shares, None if by_batch else self.facts.statistics):
-            loss: Tensor = functional_call(_Scored(self), {f"network.{n}": w for n, w in weights.items()}, (batch,))
+    def measure(
+        self,
+        batch: Batch,
+        shares: Tensor,
+        values: Sequence[Tensor],
+        statistics: Statistics | None = None,
+        notes: dict[str, list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Return the loss of a batch at these values, with these present statistics or (None) the batch's own."""
+        weights = {f"network.{name}": value for name, value in zip(self.names, values, strict=True)}
+        with mix_norms(self.network, shares, statistics, notes):
+            loss: Tensor = functional_call(_Scored(self), weights, (batch,))
         return loss
+
+    @torch.no_grad()
+    def record(self, batches: Sequence[Batch], shares: Tensor, values: Sequence[Tensor]) -> Statistics:
+        """Return the mean over batches of their statistics at these values."""
+        notes: dict[str, list[Tensor]] = {}
+        for batch in batches:
+            self.measure(batch, shares, values, notes=notes)
+        means = {name: torch.stack(parts).mean(0) for name, parts in notes.items()}
+        return {name: (mean[0], mean[1]) for name, mean in means.items()}
 
     def descend(self, values: list[Tensor], batches: Sequence[Batch], rates: Tensor, shares: Tensor) -> list[Tensor]:
         """Return the values after a step on each batch."""
         for batch in batches:
             at = [w.detach().requires_grad_(True) for w in values]
-            gradients = torch.autograd.grad(self.measure(batch, shares, True, at), at, allow_unused=True)
+            gradients = torch.autograd.grad(self.measure(batch, shares, at), at, allow_unused=True)
             values = [
                 w.detach() if g is None else w.detach() - r * g
                 for w, r, g in zip(at, rates.detach(), gradients, strict=True)

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from fclmodels.federation.training.optimisers import Sgd
 from fclmodels.methods.fedas import FedAs, OwnHead, measure_misalignment, measure_traces
 from fclmodels.methods.fedavg import FedAvg
 
@@ -31,6 +32,37 @@ def test_the_worked_alignment_is_of_samples_and_not_of_their_mean() -> None:
     assert measure_misalignment(features, torch.tensor([0, 1]), {0: P, 1: P}).item() == 1.0
     assert measure_misalignment(features, torch.tensor([0, 1]), {1: P}).item() == 0.5
     assert measure_misalignment(features, torch.tensor([2, 2]), {1: P}).item() == 0
+
+
+def make_small_model(base: list, bias: list, head: list, head_bias: list) -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    for parameter, value in zip(model.parameters(), (base, bias, head, head_bias), strict=True):
+        parameter.data = torch.tensor(value)
+    return model
+
+
+def test_alignment_and_trace_are_the_releases() -> None:
+    """Numbers of `clientAS.set_parameters` and `train(False)` of xiyuanyang45/FedAS 1a4f5fd on these four samples."""
+    received = make_small_model([[0.1, -0.2], [0.3, 0.4]], [0.05, -0.1], [[0.5, -0.5], [0.2, 0.1]], [0.0, 0.1])
+    own = make_small_model([[0.4, 0.2], [-0.1, 0.6]], [0.0, 0.2], [[-0.3, 0.8], [0.6, -0.2]], [0.2, -0.2])
+    batches = [
+        (torch.tensor([[1.0, 0.5], [-0.5, 2.0]]), torch.tensor([0, 1])),
+        (torch.tensor([[0.3, -1.0], [1.5, 1.0]]), torch.tensor([1, 1])),
+    ]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.no_grad():
+        means = {label: own[0](x[y == label]).mean(0) for label in (0, 1)}
+    optimiser = Sgd(list(received[0].parameters()), 0.01, 0.0, 0.0)
+    for inputs, labels in batches:
+        optimiser.zero_grad()
+        measure_misalignment(received[0](inputs), labels, means).backward()
+        optimiser.step()
+    aligned = [[0.103125826, -0.185760960], [0.300239027, 0.393816382]], [0.060725655, -0.098784141]
+    for parameter, expected in zip(received[0].parameters(), aligned, strict=True):
+        assert_allclose(parameter.detach(), expected, rtol=1e-6)
+    model = nn.Sequential(received[0], own[1])
+    traces = measure_traces((cross_entropy(model(a), b) for a, b in batches), list(model.parameters()))
+    assert_allclose(sum(traces), 2.58958101, rtol=1e-6)
 
 
 def test_an_alignment_moves_the_backbone_towards_the_clients_own_means(

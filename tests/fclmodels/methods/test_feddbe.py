@@ -8,9 +8,11 @@ import polars as pl
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.feddbe import FedDbe, RunningMean, measure_bias
+from fclmodels.methods.feddbe import FedDbe, RunningMean, Shift, measure_bias
 
 ONE_STEP = ("federation.batch_size=64", "federation.rounds=1", "optimizer.lr=0.1")
 
@@ -26,6 +28,33 @@ def test_the_worked_running_mean_and_its_pull() -> None:
     assert_allclose(50 * measure_bias(second, g).item(), 13.05625, rtol=1e-6)
     measure_bias(second, g).backward()
     assert_allclose(batch.grad, [[-0.0305, -0.041]], rtol=1e-5)
+
+
+def test_running_mean_pull_and_vector_are_the_releases() -> None:
+    """Numbers of `clientDBE.train` of TsingZ0/DBE 193f435: two epochs on four samples, kappa 5, mu 0.3, rates 0.1."""
+    base, head = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2)
+    values = [[[0.1, -0.2], [0.3, 0.4]], [0.05, -0.1], [[0.5, -0.5], [0.2, 0.1]], [0.0, 0.1]]
+    parameters = [*base.parameters(), *head.parameters()]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = torch.tensor(value)
+    shift, mean = Shift(torch.tensor([0.2, -0.1]), torch.tensor([0.4, -0.3])), RunningMean(0.3)
+    batches = [
+        (torch.tensor([[1.0, 0.5], [-0.5, 2.0]]), torch.tensor([0, 1])),
+        (torch.tensor([[0.3, -1.0], [1.5, 1.0]]), torch.tensor([1, 1])),
+    ]
+    for x, y in batches * 2:
+        f = base(x)
+        pull = measure_bias(mean.follow(f), shift.consensus)
+        (cross_entropy(head(f + shift.vector), y) + 5 * pull).backward()
+        with torch.no_grad():
+            for parameter in (*parameters, shift.vector):
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    assert_allclose(parameters[0].detach(), [[0.159995764, -0.134692848], [0.237721696, 0.345968485]], rtol=1e-5)
+    assert_allclose(parameters[2].detach(), [[0.478669286, -0.490945160], [0.221330673, 0.090945177]], rtol=1e-5)
+    assert_allclose(shift.vector.detach(), [0.173084348, -0.0491414256], rtol=1e-5)
+    assert mean.value is not None
+    assert_allclose(mean.value, [0.0719561875, 0.150528640], rtol=1e-5)
 
 
 def test_the_consensus_is_the_mean_over_samples_of_what_clients_saw(

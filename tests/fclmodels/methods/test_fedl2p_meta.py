@@ -68,7 +68,7 @@ def test_the_last_rounds_train_the_networks_alone(method_of: Callable, client_of
 def test_networks_with_norms_learn_how_to_mix_them(
     method_of: Callable, client_of: Callable, splits_of: Callable
 ) -> None:
-    method = method_of(FedL2pMeta, *RESNET, steps=2, outer=1, lr=0.1)
+    method = method_of(FedL2pMeta, *RESNET, steps=2, outer=1, lr=0.001)
     server = method.start_task(method.setup(), 0)
     answer = method.train(client_of(method, 1, 0, 1), method.payload(server))
     moved = answer.tensors["steering-update"]
