@@ -22,17 +22,14 @@ and answers by chance: what counts are the readings personal_*. knowledge: `adde
 memory: `present`, and `tasks` {mask, own (A above l1), borrowed (sum_k alpha_k K_k), local} of each past task.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
-from fclmodels.backbones.model.network import Network, build_skeleton
-from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
@@ -43,69 +40,31 @@ from fclmodels.federation.exchange import Answer, Exchange, Form, Memory
 from fclmodels.federation.messages import Part, Payload
 from fclmodels.federation.method import Obstacle
 from fclmodels.federation.prediction import Prediction, Predictor
-from fclmodels.federation.protection.reply_checks import PartError, check_places
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.decomposed_weights import (
+    DecomposedNetwork,
+    Decomposition,
     Others,
+    apply_mask,
+    choose_channels,
+    draw_present,
+    list_decomposed,
+)
+from fclmodels.methods.parts.sparse_weights import (
     Sparse,
     add_entries,
-    apply_mask,
     average_channels,
-    choose_channels,
-    list_decomposed,
+    fill_empty,
+    fits_weights,
     pick_entries,
 )
-from fclmodels.methods.parts.trained_network import TrainedNetwork
 from fclmodels.methods.parts.whole_answers import refuse_late_answers
 from fclmodels.settings.base import Settings as BaseSettings
 
 Weights = dict[str, Tensor]
-
-
-class DecomposedNetwork(TrainedNetwork):
-    """The weights of layers travel; biases, norms and heads stay with each client, those of each task."""
-
-    @property
-    def is_personal(self) -> bool:
-        return True
-
-    def personal_names(self, network: Network) -> set[str]:
-        return set(network.state_dict()) - set(list_decomposed(network))
-
-    def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
-        return self.personal_names(build_skeleton(spec))
-
-
-class Decomposition:
-    """What a client trains in a task beside biases, norms and its head."""
-
-    def __init__(self, base: Weights, present: Mapping[str, Weights], others: Others, stiffness: Weights) -> None:
-        self.base, self.mask, self.own, self.alpha = (
-            {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
-            for tensors in (base, present["mask"], present["own"], present["alpha"])
-        )
-        self.start = present["start"]  # B at the task's start
-        self.others = others
-        self.stiffness = stiffness  # sum_i sigmoid(m_i)^2 over past tasks; none in the first
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all by name."""
-        kinds = {"": self.base, "mask.": self.mask, "own.": self.own, "alpha.": self.alpha}
-        return {f"{kind}{name}": p for kind, parameters in kinds.items() for name, p in parameters.items()}
-
-    def borrow(self, name: str) -> Tensor:
-        """Return sum_k alpha_k K_k."""
-        like = self.own[name]
-        return self.others.add_up(name, self.alpha[name], like) if self.others.parts else torch.zeros_like(like)
-
-    def compose(self) -> Weights:
-        """Return theta of each layer."""
-        return {
-            name: apply_mask(B, self.mask[name]) + self.own[name] + self.borrow(name) for name, B in self.base.items()
-        }
 
 
 class FedWeit(FedAvg):
@@ -312,13 +271,6 @@ class FedWeit(FedAvg):
         return {**weights, **facts["local"]}
 
 
-def draw_present(base: Weights, count: int, random: torch.Generator) -> dict[str, Any]:
-    """Return m, A and alpha at a task's start, for so many K."""
-    mask = {name: torch.randn(len(B), generator=random).to(B) / len(B) ** 0.5 for name, B in base.items()}
-    alpha = {name: torch.randn(count, generator=random).to(B) / count**0.5 for name, B in base.items() if count}
-    return {"mask": mask, "own": {name: B / 3 for name, B in base.items()}, "alpha": alpha}
-
-
 def unpack_added(payload: Payload) -> list[Sparse]:
     """Return the K that a client was sent."""
     by_owner: dict[int, Weights] = {}
@@ -326,17 +278,3 @@ def unpack_added(payload: Payload) -> list[Sparse]:
         k, _, rest = name.partition(".")
         by_owner.setdefault(int(k), {})[rest] = tensor
     return [Sparse.of_tensors(tensors) for _, tensors in sorted(by_owner.items())]
-
-
-def fits_weights(tensors: Weights, weights: Weights) -> bool:
-    """Return whether entries that a client added are of the weights: others would add them to theirs."""
-    try:
-        check_places(tensors, weights)
-    except PartError:
-        return False
-    return True
-
-
-def fill_empty(outline: Part) -> Weights:
-    """Return the tensors of an outline of nothing."""
-    return {name: torch.empty_like(tensor, device="cpu") for name, tensor in outline.tensors.items()}

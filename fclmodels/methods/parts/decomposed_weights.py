@@ -5,34 +5,17 @@ for each output channel, A the task's own, K_k the sparse A of other clients' ea
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, build_skeleton
+from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.methods.parts.sparse_weights import Sparse
+from fclmodels.methods.parts.trained_network import TrainedNetwork
 
 Weights = dict[str, Tensor]
-
-
-class Sparse(NamedTuple):
-    """Some entries of tensors by name: their places among the flattened ones, int32 [n], and values [n]."""
-
-    places: Weights
-    values: Weights
-
-    def to_tensors(self) -> Weights:
-        """Return both as tensors of one part, `places.NAME` and `values.NAME`."""
-        return {
-            f"{kind}.{name}": tensor
-            for kind, tensors in zip(self._fields, self, strict=True)
-            for name, tensor in tensors.items()
-        }
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "Sparse":
-        pairs = [(*key.partition(".")[::2], tensor) for key, tensor in tensors.items()]
-        return cls(*({name: t for of, name, t in pairs if of == kind} for kind in cls._fields))
 
 
 class Others:
@@ -66,22 +49,51 @@ def choose_channels(mask: Tensor, share: float) -> Tensor:
     return (sizes > torch.quantile(sizes, share)).nonzero().flatten().int()
 
 
-def pick_entries(weights: Mapping[str, Tensor], threshold: float) -> Sparse:
-    """Return the entries of absolute value above a threshold."""
-    flat = {name: w.detach().flatten() for name, w in weights.items()}
-    places = {name: (w.abs() > threshold).nonzero().flatten() for name, w in flat.items()}
-    return Sparse({name: p.int() for name, p in places.items()}, {name: flat[name][p] for name, p in places.items()})
+class DecomposedNetwork(TrainedNetwork):
+    """The weights of layers travel; biases, norms and heads stay with each client, those of each task."""
+
+    @property
+    def is_personal(self) -> bool:
+        return True
+
+    def personal_names(self, network: Network) -> set[str]:
+        return set(network.state_dict()) - set(list_decomposed(network))
+
+    def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
+        return self.personal_names(build_skeleton(spec))
 
 
-def add_entries(weight: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """Return a weight with values added at these places of it."""
-    return weight.flatten().index_add(0, places, values).view_as(weight)
+class Decomposition:
+    """What a client trains in a task beside biases, norms and its head."""
+
+    def __init__(self, base: Weights, present: Mapping[str, Weights], others: Others, stiffness: Weights) -> None:
+        self.base, self.mask, self.own, self.alpha = (
+            {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+            for tensors in (base, present["mask"], present["own"], present["alpha"])
+        )
+        self.start = present["start"]  # B at the task's start
+        self.others = others
+        self.stiffness = stiffness  # sum_i sigmoid(m_i)^2 over past tasks; none in the first
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all by name."""
+        kinds = {"": self.base, "mask.": self.mask, "own.": self.own, "alpha.": self.alpha}
+        return {f"{kind}{name}": p for kind, parameters in kinds.items() for name, p in parameters.items()}
+
+    def borrow(self, name: str) -> Tensor:
+        """Return sum_k alpha_k K_k."""
+        like = self.own[name]
+        return self.others.add_up(name, self.alpha[name], like) if self.others.parts else torch.zeros_like(like)
+
+    def compose(self) -> Weights:
+        """Return theta of each layer."""
+        return {
+            name: apply_mask(B, self.mask[name]) + self.own[name] + self.borrow(name) for name, B in self.base.items()
+        }
 
 
-def average_channels(base: Tensor, places: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Return for each channel of B the mean over those who sent it; B's own where nobody did."""
-    rows, sent = torch.cat([p.long() for p in places]), torch.cat(list(values))
-    counts = torch.zeros(len(base), dtype=base.dtype).index_add(0, rows, torch.ones(len(rows), dtype=base.dtype))
-    total = torch.zeros_like(base).index_add(0, rows, sent.to(base))
-    shape = (-1, *[1] * (base.ndim - 1))
-    return torch.where(counts.view(shape) > 0, total / counts.clamp(min=1).view(shape), base)
+def draw_present(base: Weights, count: int, random: torch.Generator) -> dict[str, Any]:
+    """Return m, A and alpha at a task's start, for so many K."""
+    mask = {name: torch.randn(len(B), generator=random).to(B) / len(B) ** 0.5 for name, B in base.items()}
+    alpha = {name: torch.randn(count, generator=random).to(B) / count**0.5 for name, B in base.items() if count}
+    return {"mask": mask, "own": {name: B / 3 for name, B in base.items()}, "alpha": alpha}

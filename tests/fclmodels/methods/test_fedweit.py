@@ -13,15 +13,9 @@ from numpy.testing import assert_allclose
 
 from fclmodels.errors import UserError
 from fclmodels.federation.protection.reply_checks import PartError, check_places
-from fclmodels.methods.fedweit import Decomposition, FedWeit, unpack_added
-from fclmodels.methods.parts.decomposed_weights import (
-    Others,
-    Sparse,
-    add_entries,
-    average_channels,
-    choose_channels,
-    pick_entries,
-)
+from fclmodels.methods.fedweit import FedWeit, unpack_added
+from fclmodels.methods.parts.decomposed_weights import Decomposition, Others, choose_channels
+from fclmodels.methods.parts.sparse_weights import Sparse, add_entries, average_channels, pick_entries
 
 HEADS = "model.head=per-task"
 W = "backbone.fc1.weight"
