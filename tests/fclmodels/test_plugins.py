@@ -325,10 +325,10 @@ def test_explain_of_a_plugin_is_what_its_block_may_hold():
 @pytest.mark.parametrize(
     ("name", "paths"),
     [
-        ("lr", ["optimizer.lr", "methods.ccvr.lr"]),
+        ("rates_lr", ["methods.fedl2p-meta.rates_lr"]),
         ("device", ["device"]),
         ("late_rounds", ["federation.faults.late_rounds"]),
-        ("mu", ["methods.fedprox.mu", "methods.prox-anchor.mu"]),
+        ("mu", ["methods.feddbe.mu", "methods.fedprox.mu", "methods.prox-anchor.mu"]),
         ("evaluation", ["evaluation.batch_size"]),
         ("seed", ["data.seed", "stream.seed", "partition.seed", "arrivals.seed"]),
     ],
