@@ -18,8 +18,9 @@ B/3, m and alpha at random as in the release; biases, norms and heads as the see
 `borrow` times a model's entries of K while it trains, 8 bytes each.
 
 A task's own theta answers for its head, so the task must be given. The server's model is B with what the seed draws,
-and answers by chance: what counts are the readings personal_*. knowledge: `added`, a list of {client, task, tensors}.
-memory: `present`, and `tasks` {mask, own (A above l1), borrowed (sum_k alpha_k K_k), local} of each past task.
+heads that nobody trained among it: what counts are the readings personal_*. knowledge: `added`, a list of {client,
+task, tensors}. memory: `present`, and `tasks` {mask, own (A above l1), borrowed (sum_k alpha_k K_k), local} of each past
+task.
 """
 
 from dataclasses import replace
