@@ -14,13 +14,13 @@ As in the release A_i, i < t, do not move again, so that the drift term is about
 only sum_i sigmoid(m_i)^2. Ours: that term is taken as an implicit step, which no weight makes diverge; K is of all
 others' earlier tasks among the newest `borrow` of all clients (release: the last task's, a client's own too); a channel
 that nobody sends stays as it was; all clients count alike in a channel, whatever `federation.weighting`. A_t starts at
-B/3, m and alpha at random as in the release; biases, norms and heads as the seed draws them. A client holds at most
-`borrow` times a model's entries of K while it trains, 8 bytes each.
+B/3, m and alpha at random as in the release; biases, norms and heads as the seed draws them. While it trains, a client
+holds at most `borrow` times a model's entries of K, 8 bytes each.
 
 A task's own theta answers for its head, so the task must be given. The server's model is B with what the seed draws,
 heads that nobody trained among it: what counts are the readings personal_*. knowledge: `added`, a list of {client,
-task, tensors}. memory: `present`, and `tasks` {mask, own (A above l1), borrowed (sum_k alpha_k K_k), local} of each past
-task.
+task, tensors}. memory: `present`, and `tasks` {mask, own (A above l1), borrowed (sum_k alpha_k K_k), local} of each
+past task.
 """
 
 from dataclasses import replace
