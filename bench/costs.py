@@ -1,7 +1,7 @@
 """What each method costs beside FedAvg, which takes turns with it on the demo's stream (params.yaml), on its network.
 
     python bench/suite.py costs --out tries/costs.parquet
-    python bench/costs.py tries/costs.parquet > costs.md
+    python bench/costs.py tries/costs.parquet
 
 Seconds of a round after the first task, of the server's own training in a task (in FedAvg's rounds), bytes up and down
 in all, what a client keeps (in models); and the most memory of a run on a larger network (measure_memory). A
