@@ -24,8 +24,8 @@ With a consolidation and a consistency of 0, the first task is FedAvg of an AC-G
 a draw is of a task's class, and its NLL within that head (ours); FOT's adaptation to such heads is not in its text.
 
 knowledge: `columns` (label_sets.py); `past`, the last task's generator; with consolidation `rounds` of this task,
-`uploads` and `earlier`, by client {state, columns}, the generators of this task and of earlier ones: one for each
-client. memory: `generator` {task, state}, `last` {state, columns}, `columns`: at most two generators.
+`uploads` and `earlier`, by client {state, columns}, the generators of this task and of earlier ones: at most two for
+each client. memory: `generator` and `last` {task, state, columns}, at most two generators, and `columns`.
 """
 
 from collections.abc import Mapping
@@ -117,6 +117,15 @@ class FedCil(FedAvg):
         return (
             Obstacle("draws images with each client's generator", "Use mean") if self.settings.consolidation else None
         )
+
+    def advice(self) -> list[str]:
+        if not self.settings.consolidation:
+            return []
+        states = self.auxiliaries.create_initial()["generator"].values()
+        size = sum(tensor.nbytes for tensor in states)
+        return [
+            f"the server keeps up to two generators of each client, of {size:,} bytes each (consolidation: 0: none)"
+        ]
 
     # On the server.
 

@@ -166,6 +166,31 @@ def test_consolidation_moves_all_three_networks(method_of: Callable, splits_of: 
     assert all(torch.equal(tensor, other.weights[name]) for name, tensor in again.weights.items())
 
 
+def test_a_stream_that_goes_on_adds_rows_to_all_generators(
+    method_of: Callable, federate: Callable, client_of: Callable, splits_of: Callable
+) -> None:
+    """Of the server, of the clients' that it has, and of a client's own."""
+    short, longer = (method_of(FedCil, splits=splits_of(tasks=n), **SMALL, consolidation=1) for n in (2, 3))
+    before = federate(short)
+    memory = short.train(client_of(short, 0, 1), short.payload(before)).memory
+    server = longer.start_task(before, 2)
+    states = [server.networks["generator"], *(of["state"] for of in server.knowledge["earlier"].values())]
+    assert [len(state["of_class.weight"]) for state in states] == [6] * 5
+    assert torch.equal(states[0]["of_class.weight"][:4], before.networks["generator"]["of_class.weight"])
+    assert longer.train(client_of(longer, 0, 2, memory=memory), longer.payload(server)).memory["columns"].tolist() == [
+        *range(2, 6)
+    ]
+    after = run_round(longer, server)
+    assert all(tensor.isfinite().all() for tensor in after.networks["generator"].values())
+
+
+def test_what_the_server_stores_is_said(method_of: Callable) -> None:
+    method = method_of(FedCil, **SMALL)
+    size = sum(tensor.nbytes for tensor in method.auxiliaries.create_initial()["generator"].values())
+    assert f"two generators of each client, of {size:,} bytes" in method.advice()[0]
+    assert method_of(FedCil, **PLAIN).advice() == []
+
+
 def test_a_late_clients_generator_is_averaged_and_not_drawn_from(method_of: Callable) -> None:
     method = method_of(FedCil, **SMALL, consolidation=1)
     server = method.start_task(method.setup(), 0)
