@@ -32,12 +32,7 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
-from fclmodels.federation.training.optimisers import (
-    Optimiser,
-    make_optimiser,
-    read_optimiser_state,
-    restore_optimiser,
-)
+from fclmodels.federation.training.optimisers import read_optimiser_state, restore_optimiser
 from fclmodels.methods.parts.data_free_synthesis import Synthesis, make_adam
 from fclmodels.methods.parts.distillation import Teacher, distill_heads
 from fclmodels.methods.parts.image_generator import ImageGenerator
@@ -48,7 +43,6 @@ from fclmodels.settings.schema import OptimizerSettings
 from fclmodels.storage.trees import Tree
 
 NOISE_LR = 1e-2
-STUDENT = OptimizerSettings(lr=0.2, momentum=0.9, weight_decay=1e-4)
 LEAST_LR, COSINE_ROUNDS = 2e-4, 200  # of the student's rate, which falls by half a cosine
 REPTILE = 67.0
 
@@ -88,6 +82,7 @@ class TargetSynthesis(Synthesis):
     """Rounds of a meta-generator whose copy learns one batch of images."""
 
     opposes_after, learns_after = 0, 1
+    student_settings = OptimizerSettings(lr=0.2, momentum=0.9, weight_decay=1e-4)
     settings: Target.Settings
 
     def __init__(self, run: Run, settings: Target.Settings, teacher: Network, student: Network) -> None:
@@ -95,9 +90,6 @@ class TargetSynthesis(Synthesis):
         with seed_torch(run.seed, "generator", len(teacher.spec.tasks), device=torch.device("cpu")):
             self.generator = ImageGenerator(settings.noise, settings.width, self.shape).to(run.device)
         self.meta = make_adam(self.generator, settings.lr_g * settings.g_steps)
-
-    def make_student_optimiser(self) -> Optimiser:
-        return make_optimiser(STUDENT, list(self.learners.parameters()), 0)
 
     def make_images(self, round: int) -> tuple[Tensor, Tensor, float]:
         of, device = self.settings, self.run.device
@@ -130,7 +122,7 @@ class TargetSynthesis(Synthesis):
     def teach_student(self, rounds: int) -> None:
         """Let the student learn at a rate that falls by half a cosine over 200 rounds."""
         share = (1 + cos(pi * min(rounds, COSINE_ROUNDS) / COSINE_ROUNDS)) / 2
-        self.student_optimiser.param_groups[0]["lr"] = LEAST_LR + (STUDENT.lr - LEAST_LR) * share
+        self.student_optimiser.param_groups[0]["lr"] = LEAST_LR + (self.student_sgd.lr - LEAST_LR) * share
         super().teach_student(rounds)
 
     def state(self) -> Tree:

@@ -9,7 +9,8 @@ where a student of the same architecture errs (numerics/data_free.py). The image
 the pool, as uint8; then the student learns the teacher's answers on the pool. What a round trains is the method's
 (target.py). R is 0 where the network has no running statistics: there is none without batch normalisation, nor under
 `batch_norm: batch`. With heads of the tasks' own an image is of one (task, class), its CE is within that head, and what
-compares whole answers adds up over heads (ours); the releases have one head.
+compares whole answers adds up over heads (ours); the releases have one head. Their students' rates make a network
+without batch normalisation diverge: it learns at 0.002 by gradients of length 1 at most (ours).
 
 Images are augmented as real samples are (the releases: shifted by 4 pixels and mirrored, whatever the data) and
 normalised by the stream's mean and deviation; no task's permutation of pixels is undone (ours).
@@ -32,7 +33,12 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.run_context import Run
-from fclmodels.federation.training.optimisers import Optimiser, read_optimiser_state, restore_optimiser
+from fclmodels.federation.training.optimisers import (
+    Optimiser,
+    make_optimiser,
+    read_optimiser_state,
+    restore_optimiser,
+)
 from fclmodels.federation.training.server_training import ServerWork
 from fclmodels.methods.parts.joined_heads import join_heads
 from fclmodels.numerics.data_free import (
@@ -45,10 +51,12 @@ from fclmodels.numerics.data_free import (
 from fclmodels.numerics.distillation import distillation_loss
 from fclmodels.randomness import seed_torch
 from fclmodels.settings.base import Settings as BaseSettings
+from fclmodels.settings.schema import OptimizerSettings
 from fclmodels.storage.trees import Tree
 
 SMALL = 2**18  # pixels of a batch that keep one thread busy: on a shared machine a second one would wait for it
 MEMORY = 0.9  # share of the past in the statistics of batches
+SLOW = {"lr": 0.002, "clip": 1.0}  # of a student without batch normalisation, after fed-mammoth's TARGET
 BETAS = (0.5, 0.999)  # of Adam that trains a generator
 
 
@@ -85,6 +93,7 @@ class Synthesis(ServerWork):
     # Rounds after `warmup`, counted from 1, from which A counts, and from which the student learns.
     opposes_after: ClassVar[int]
     learns_after: ClassVar[int]
+    student_settings: ClassVar[OptimizerSettings]  # the release's
 
     def __init__(
         self,
@@ -124,9 +133,16 @@ class Synthesis(ServerWork):
     def make_images(self, round: int) -> tuple[Tensor, Tensor, float]:
         """Train the generator for a round; return its best images [batch, C, H, W], their columns and their loss."""
 
-    @abstractmethod
     def make_student_optimiser(self) -> Optimiser:
         """Return the student's optimiser."""
+        return make_optimiser(self.student_sgd, list(self.learners.parameters()), 0)
+
+    @property
+    def student_sgd(self) -> OptimizerSettings:
+        """The student's SGD: the release's, or without batch normalisation, where that diverges, a slow one."""
+        if any(isinstance(module, _BatchNorm) for module in self.student.modules()):
+            return self.student_settings
+        return self.student_settings.model_copy(update=SLOW)
 
     @property
     def student_batch(self) -> int:
@@ -215,6 +231,8 @@ class Synthesis(ServerWork):
             loss = self.compare(self.student.backbone(inputs), right)
             self.student_optimiser.zero_grad()
             loss.backward()
+            if (most := self.student_sgd.clip) is not None:
+                nn.utils.clip_grad_norm_(self.learners.parameters(), most)
             self.student_optimiser.step()
 
     def compare(self, features: Tensor, right: Tensor) -> Tensor:

@@ -15,14 +15,12 @@ from torch.nn.functional import mse_loss
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.run_context import Run
-from fclmodels.federation.training.optimisers import Optimiser, make_optimiser
 from fclmodels.methods.parts.data_free_synthesis import Synthesis, SynthesisSettings, make_adam
 from fclmodels.methods.parts.image_generator import LabelGenerator
 from fclmodels.randomness import seed_torch
 from fclmodels.settings.schema import OptimizerSettings
 from fclmodels.storage.trees import Tree
 
-STUDENT = OptimizerSettings(lr=0.1, momentum=0.9, weight_decay=2e-4)
 PIXEL_LR = 0.01  # of the mean and deviation by which the teacher reads images
 START = (0.5, 0.2)  # of these
 
@@ -43,6 +41,7 @@ class LabelSynthesis(Synthesis):
     """Rounds of one generator of images from labels' embeddings."""
 
     opposes_after, learns_after = 3, 0
+    student_settings = OptimizerSettings(lr=0.1, momentum=0.9, weight_decay=2e-4)
     settings: LabelSynthesisSettings
 
     def __init__(
@@ -64,9 +63,6 @@ class LabelSynthesis(Synthesis):
             numbers = (embeddings.shape[1], settings.batch, settings.noise, settings.width)
             self.generator = LabelGenerator(*numbers, self.shape).to(run.device)
         self.pixels = [torch.full((spec.shape[0], 1, 1), at, device=run.device, requires_grad=True) for at in START]
-
-    def make_student_optimiser(self) -> Optimiser:
-        return make_optimiser(STUDENT, list(self.learners.parameters()), 0)
 
     @property
     def student_batch(self) -> int:

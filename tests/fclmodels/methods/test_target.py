@@ -148,6 +148,12 @@ def test_the_pool_begins_after_the_warmup_or_at_once(synthesis_of: Callable[...,
         assert sizes == counts
 
 
+def test_without_batch_normalisation_the_student_learns_slowly(synthesis_of: Callable[..., TargetSynthesis]) -> None:
+    fast, slow = (synthesis_of(backbone).student_sgd for backbone in ("resnet18", "mlp"))
+    assert (fast.lr, fast.clip) == (0.2, None)
+    assert (slow.lr, slow.clip) == (0.002, 1.0)
+
+
 def test_the_student_comes_nearer_to_the_teacher(synthesis_of: Callable[..., TargetSynthesis]) -> None:
     work = synthesis_of("mlp", student_steps=100)
     work.store(torch.rand(12, 3, 8, 8, generator=torch.manual_seed(0)), torch.zeros(12))
