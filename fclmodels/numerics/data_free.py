@@ -7,15 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import kl_div
 
 Statistics = list[tuple[Tensor, Tensor]]  # mean and variance [channels] of each layer
-
-
-def cross_entropy_of_own_head(logits: Tensor, columns: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the mean cross entropy of these columns [B], each within the logits of its own head."""
-    heads = torch.arange(len(sizes), device=logits.device).repeat_interleave(torch.tensor(sizes, device=logits.device))
-    return cross_entropy(logits.masked_fill(heads != heads[columns][:, None], -torch.inf), columns)
 
 
 def oppose(student: Tensor, teacher: Tensor, sizes: Sequence[int]) -> Tensor:

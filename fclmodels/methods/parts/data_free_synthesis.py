@@ -40,10 +40,9 @@ from fclmodels.federation.training.optimisers import (
     restore_optimiser,
 )
 from fclmodels.federation.training.server_training import ServerWork
-from fclmodels.methods.parts.joined_heads import join_heads
+from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, join_heads
 from fclmodels.numerics.data_free import (
     Statistics,
-    cross_entropy_of_own_head,
     measure_statistics_gap,
     oppose,
     remember_statistics,
@@ -208,14 +207,13 @@ class Synthesis(ServerWork):
         with capture_statistics(self.teacher) as captured:
             features = self.teacher.backbone(inputs)
         self.latest = captured.batch
-        logits = join_heads(self.teacher, features)
-        loss = of.class_weight * cross_entropy_of_own_head(logits, columns, self.sizes)
+        loss = of.class_weight * cross_entropy_in_heads(self.teacher, features, columns).mean()
         if captured.batch:
             gap = measure_statistics_gap(captured.batch, captured.running, self.past, MEMORY)
             loss = loss + of.statistics_weight * gap
         if of.student_weight and round >= of.warmup + self.opposes_after:
             answers = join_heads(self.student, self.student.eval().backbone(inputs))
-            loss = loss + of.student_weight * oppose(answers, logits, self.sizes)
+            loss = loss + of.student_weight * oppose(answers, join_heads(self.teacher, features), self.sizes)
         return loss, features
 
     # The student.

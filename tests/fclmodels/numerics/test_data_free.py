@@ -8,10 +8,8 @@ import torch
 from numpy.testing import assert_allclose
 from scipy.special import log_softmax
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fclmodels.numerics.data_free import (
-    cross_entropy_of_own_head,
     measure_statistics_gap,
     oppose,
     remember_statistics,
@@ -47,25 +45,11 @@ def test_worked_number_of_the_clients_distillation() -> None:
 
 
 def test_with_several_heads_each_counts_by_itself() -> None:
-    """Against NumPy: cross entropy in the own head of each sample, and the students' errors head by head."""
+    """Against NumPy: the students' errors head by head."""
     sizes, logits, other = [2, 3, 1], draw(5, 6), draw(6, 6)[:5]
-    columns = torch.tensor([0, 3, 4, 5, 1])
-    ends = np.cumsum([0, *sizes])
-    losses, total = [], 0.0
-    for sample, column in enumerate(columns.tolist()):
-        head = int(np.searchsorted(ends, column, side="right")) - 1
-        own = logits[sample, ends[head] : ends[head + 1]].double().numpy()
-        losses.append(-log_softmax(own)[column - ends[head]])
-    assert_allclose(cross_entropy_of_own_head(logits, columns, sizes), np.mean(losses), rtol=1e-6)
+    ends, total = np.cumsum([0, *sizes]), 0.0
     for start, end in pairwise(ends):
         t, s = (log_softmax(z[:, start:end].double().numpy(), axis=1) for z in (logits, other))
         agree = t.argmax(1) == s.argmax(1)
         total -= ((np.exp(t) * (t - s)).sum(1) * agree).mean()
     assert_allclose(oppose(other, logits, sizes), total, rtol=1e-5)
-
-
-def test_with_one_head_it_is_the_cross_entropy_and_its_gradient() -> None:
-    logits, columns = draw(4, 3).requires_grad_(), torch.tensor([0, 2, 1, 1])
-    ours, right = cross_entropy_of_own_head(logits, columns, [3]), cross_entropy(logits, columns)
-    assert ours.item() == right.item()
-    assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, right)))

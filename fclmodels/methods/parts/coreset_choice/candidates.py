@@ -7,12 +7,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.model.network import FROZEN, Network, build_network, list_frozen
-from fclmodels.backbones.model.spec import to_local_labels
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
+from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, find_columns
 from fclmodels.numerics.shares import split_evenly
 
 
@@ -71,16 +70,8 @@ class Candidates:
 
 def measure_losses(network: Network, batch: Batch) -> Tensor:
     """Return each sample's cross entropy [B]: over all classes so far, or in its task's own head."""
-    features = network.backbone(batch.inputs)
-    if network.spec.head == "growing":
-        return cross_entropy(network.compute_logits(features), batch.labels, reduction="none")
-    losses = features.new_zeros(len(features))
-    for task in batch.tasks.unique().tolist():
-        mine = (batch.tasks == task).nonzero().flatten()
-        labels = to_local_labels(network.spec, task, batch.labels[mine])
-        own = cross_entropy(network.compute_logits(features[mine], task), labels, reduction="none")
-        losses = losses.index_add(0, mine, own)
-    return losses
+    columns = find_columns(network.spec, batch.labels, batch.tasks)
+    return cross_entropy_in_heads(network, network.backbone(batch.inputs), columns)
 
 
 def list_trained(network: nn.Module) -> list[nn.Parameter]:
