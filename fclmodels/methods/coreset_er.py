@@ -1,9 +1,9 @@
 """FL with a coreset: FedAvg whose clients replay the samples that a rule has chosen (STAMP, Figure 4).
 
-STAMP's rivals there are rules of choice within "vanilla FL": OCS, CSReL, BCSR, and images by SRe2L. Each client chooses
-`budget` samples of each class when a task has ended, on the final global model (coreset_memory.py), and replays them as
-`er` does, with equal weight. How the paper lets old samples back into training is not said, so that is ours; `random`
-is the rule that the others have to beat.
+STAMP's rivals there are rules of choice within "vanilla FL": OCS, CSReL, BCSR, and SRe2L, whose recovery of images is
+here and whose soft labels are not. Each client chooses `budget` samples of each class when a task has ended, on the
+final global model (coreset_memory.py), and replays them as `er` does, with equal weight. How the paper lets old samples
+back into training is not said, so that is ours; `random` is the rule that the others have to beat.
 """
 
 from torch import Tensor, nn

@@ -57,7 +57,8 @@ def draw_rows(seed: int, head: int, labels: tuple[int, ...], features: int) -> d
     rows = torch.empty(len(labels), features + 1)
     for row, label in zip(rows, labels, strict=True):
         row.uniform_(-bound, bound, generator=keyed(seed, "head", head, label))
-    return {"weight": rows[:, :-1].contiguous(), "bias": rows[:, -1].contiguous()}
+    bias = rows[:, -1].clone(memory_format=torch.contiguous_format)  # of a single row too, whose stride counts nowhere
+    return {"weight": rows[:, :-1].contiguous(), "bias": bias}
 
 
 def grow_heads(

@@ -184,5 +184,5 @@ def embed(client: Client, network: Network, raw: Batch) -> Tensor:
 @torch.no_grad()
 def extract_in_parts(client: Client, extract: Callable[[Tensor], Tensor], raw: Batch) -> Tensor:
     """Return any features [n, F] of such samples, on the CPU."""
-    ready = client.run.batches.prepare_inputs(raw).inputs
-    return torch.cat([extract(part) for part in ready.split(EMBED)]).cpu()
+    places, prepare = torch.arange(len(raw.labels)).split(EMBED), client.run.batches.prepare_inputs
+    return torch.cat([extract(prepare(raw.take(part)).inputs) for part in places]).cpu()

@@ -124,7 +124,7 @@ class ProxyServer:
             return Answer({"prototypes": self.make_gradients(network, None)}, forget_task(client))
         training = self.train(replace(client, round=0), payload)
         training.run()
-        samples = self.run.batches.prepare_inputs(self.run.batches.read_raw(client.rows))
+        samples = self.run.batches.read_raw(client.rows)
         return Answer({"prototypes": self.make_gradients(training.network, samples)}, client.memory)
 
     def notices_task(self, client: Client, network: Network) -> bool:
@@ -157,18 +157,17 @@ class ProxyServer:
         return {"prototypes": replace(part, of="encoder")}
 
     def make_gradients(self, network: Network, samples: Batch | None) -> dict[str, Tensor]:
-        """Return the gradient of each class's prototype among a client's prepared samples; zeros without any."""
+        """Return the gradient of each class's prototype among a client's raw samples; zeros without any."""
         spec, encoder = network.spec, self.draw_encoder(network.spec)
         classes = spec.tasks[-1]
         gradients = {n: torch.zeros(len(classes), *p.shape, device=p.device) for n, p in encoder.named_parameters()}
         for place, label in enumerate(classes):
             if samples is None or not (mine := samples.labels == label).any():
                 continue
-            image = self.perturb(
-                network, find_prototype(network, samples.inputs[mine]), samples.take(mine.nonzero()[0])
-            )
+            own = self.run.batches.prepare_inputs(samples.take(mine.nonzero().flatten()))
+            image = self.perturb(network, find_prototype(network, own.inputs), own.take(torch.tensor([0])))
             small = resize(image, self.shape)
-            for name, gradient in zip(gradients, differentiate(encoder, small, samples.labels[mine][:1]), strict=True):
+            for name, gradient in zip(gradients, differentiate(encoder, small, own.labels[:1]), strict=True):
                 gradients[name][place] = gradient
         return gradients
 

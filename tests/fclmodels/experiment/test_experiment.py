@@ -356,3 +356,12 @@ def test_weights_stay_finite_and_digests_are_those_of_the_files(experiment_of: M
     assert trees.digest(weights) == result["digests"]["model"]
     assert all(torch.isfinite(w).all() for w in weights.values())
     assert result["digests"]["splits"] == experiment.splits.digest
+
+
+@pytest.mark.parametrize("head", ["growing", "per-task"])
+def test_tasks_of_a_single_class(
+    head: str, experiment_of: MakeExperiment, splits_of: Callable[..., Splits], tmp_path: Path
+) -> None:
+    """The rows of its head, one with one bias, are written and read like others."""
+    result = experiment_of(f"model.head={head}", splits=splits_of(classes=1)).run(tmp_path / "run")
+    assert result["metrics"]["task_agnostic"]["acc"] >= 0.5

@@ -11,6 +11,7 @@ batches, as there is room for. Where fewer have a weight, those of the largest l
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
@@ -35,7 +36,8 @@ def choose_by_weights(candidates: Candidates, settings: BcsrSettings) -> dict[in
     weights, losses = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for places in torch.randperm(count, generator=random).split(settings.candidates):
         few = max(1, round(target * len(places) / count))
-        p, of_batch = learn_weights(candidates, candidates.inputs.take(places), few, settings, random)
+        with sdpa_kernel(SDPBackend.MATH):  # other kernels' gradients have none either
+            p, of_batch = learn_weights(candidates, candidates.prepare(places), few, settings, random)
         weights[places], losses[places] = p * len(places), of_batch
     return {
         label: draw_places(candidates.find_places(label), room, weights, losses, random)
@@ -47,7 +49,7 @@ def learn_weights(
     candidates: Candidates, batch: Batch, few: int, settings: BcsrSettings, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return the weights [n] of a batch's samples, and their losses [n] on the final model."""
-    network = candidates.copy_network().double()
+    network = candidates.copy_network().double()  # so that no product is oneDNN's, whose gradient has none
     batch = Batch(batch.inputs.double(), batch.labels, batch.tasks)
     parameters = list_trained(network)
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from fclmodels.backbones.model.network import FROZEN, Network, build_network, li
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, find_columns
-from fclmodels.numerics.shares import split_evenly
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class Candidates:
         """Return the places of a class among the new samples."""
         return self.new.labels.cpu().eq(label).nonzero().flatten()
 
-    @cached_property
-    def inputs(self) -> Batch:
-        """The new samples as the network takes them."""
-        return self.client.run.batches.prepare_inputs(self.new)
+    def prepare(self, places: Tensor) -> Batch:
+        """Return the new samples at these places as the network takes them."""
+        return self.client.run.batches.prepare_inputs(self.new.take(places))
 
-    @cached_property
-    def stored_inputs(self) -> Batch:
-        return self.client.run.batches.prepare_inputs(self.old)
+    def iterate(self, raw: Batch, size: int) -> Iterator[Batch]:
+        """Yield new or stored samples as the network takes them, so many at a time: all at once may not fit."""
+        for places in torch.arange(len(raw.labels)).split(size):
+            yield self.client.run.batches.prepare_inputs(raw.take(places))
 
     def take_best(self, scores: Tensor) -> dict[int, Tensor]:
         """Return of each class the places of the new samples with the highest scores [n], the best first."""
@@ -47,10 +45,6 @@ class Candidates:
             places = self.find_places(label)
             best[label] = places[scores[places].argsort(descending=True, stable=True)[:room]]
         return best
-
-    def share_out(self, count: int) -> dict[int, int]:
-        """Return how many of so many samples each class has: as equal as there is room."""
-        return dict(zip(self.room, split_evenly(count, list(self.room.values())), strict=True))
 
     def copy_network(self) -> Network:
         """Return the final model for training on: its parameters move, but for those of frozen blocks."""
@@ -76,9 +70,3 @@ def measure_losses(network: Network, batch: Batch) -> Tensor:
 
 def list_trained(network: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in network.parameters() if parameter.requires_grad]
-
-
-def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield a batch's samples, so many at a time."""
-    for places in torch.arange(len(batch.labels)).split(size):
-        yield batch.take(places)

@@ -18,7 +18,6 @@ from fclmodels.methods.parts.coreset_choice.candidates import (
     Candidates,
     list_trained,
     measure_losses,
-    split_batch,
 )
 from fclmodels.numerics.coreset_choice import score_similarity
 from fclmodels.settings.base import Settings as BaseSettings
@@ -33,15 +32,14 @@ def choose_by_gradients(candidates: Candidates, settings: OcsSettings) -> dict[i
     network = candidates.copy_network()
     stored = None
     if len(candidates.old.labels):
-        flows = yield_gradients(network, candidates.stored_inputs)
-        stored = sum(flows, start=torch.zeros(()))
-    scores = score_similarity(lambda: yield_gradients(network, candidates.inputs), stored, settings.tau)
+        stored = sum(yield_gradients(candidates, network, candidates.old), start=torch.zeros(()))
+    scores = score_similarity(lambda: yield_gradients(candidates, network, candidates.new), stored, settings.tau)
     return candidates.take_best(scores.cpu())
 
 
-def yield_gradients(network: Network, batch: Batch) -> Iterator[Tensor]:
+def yield_gradients(candidates: Candidates, network: Network, raw: Batch) -> Iterator[Tensor]:
     """Yield the gradient of each sample's loss by all trained parameters: [P]."""
     parameters = list_trained(network)
-    for sample in split_batch(batch, 1):
+    for sample in candidates.iterate(raw, 1):
         gradients = torch.autograd.grad(measure_losses(network, sample).sum(), parameters, materialize_grads=True)
         yield torch.cat([gradient.flatten() for gradient in gradients])

@@ -12,13 +12,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fclmodels.backbones.model.network import Network
-from fclmodels.data.batches import Batch
 from fclmodels.federation.training.optimisers import Sgd
 from fclmodels.methods.parts.coreset_choice.candidates import (
     Candidates,
     list_trained,
     measure_losses,
-    split_batch,
 )
 from fclmodels.numerics.coreset_choice import choose_levelled
 from fclmodels.randomness import seed_torch
@@ -42,10 +40,10 @@ def choose_by_reducible_loss(candidates: Candidates, settings: CsrelSettings) ->
     reference = train_reference(candidates, settings)
     chosen: list[int] = []
     target = sum(candidates.room.values())
-    size = max(1, target // settings.rounds)
+    size = max(1, -(-target // settings.rounds))
     while len(chosen) < target:
         current = train_on_chosen(candidates, settings, chosen, len(chosen) // size)
-        gains = measure_in_parts(current, candidates.inputs) - reference
+        gains = measure_in_parts(candidates, current) - reference
         gains[chosen] = -torch.inf
         counts = {label: sum(labels[place] == label for place in chosen) for label in candidates.room}
         joining = choose_levelled(gains, labels, counts, candidates.room, min(size, target - len(chosen)))
@@ -63,7 +61,7 @@ def train_reference(candidates: Candidates, settings: CsrelSettings) -> Tensor:
     network, count = candidates.draw_network("csrel-reference"), len(candidates.new.labels)
     steps = settings.reference_epochs * -(-count // settings.batch)
     descend(candidates, network, "csrel-reference", torch.arange(count), steps, settings.reference_lr, settings.batch)
-    return measure_in_parts(network, candidates.inputs)
+    return measure_in_parts(candidates, network)
 
 
 def train_on_chosen(candidates: Candidates, settings: CsrelSettings, chosen: list[int], round: int) -> Network:
@@ -87,7 +85,7 @@ def descend(
     with seed_torch(client.run.seed, purpose, client.task, client.index, device=client.run.device):
         for _ in range(steps):
             optimiser.zero_grad()
-            measure_losses(network, candidates.inputs.take(next(draws))).mean().backward()
+            measure_losses(network, candidates.prepare(next(draws))).mean().backward()
             optimiser.step()
     network.eval()
 
@@ -99,6 +97,7 @@ def draw_batches(random: torch.Generator, places: Tensor, size: int) -> Iterator
 
 
 @torch.no_grad()
-def measure_in_parts(network: Network, batch: Batch) -> Tensor:
-    """Return each sample's loss [n], on the CPU."""
-    return torch.cat([measure_losses(network, part) for part in split_batch(batch, EVALUATED)]).cpu()
+def measure_in_parts(candidates: Candidates, network: Network) -> Tensor:
+    """Return each new sample's loss [n], on the CPU."""
+    parts = candidates.iterate(candidates.new, EVALUATED)
+    return torch.cat([measure_losses(network, part) for part in parts]).cpu()

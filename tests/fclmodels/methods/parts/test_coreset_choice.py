@@ -13,7 +13,12 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.methods.coreset_er import CoresetEr
 from fclmodels.methods.parts.coreset_choice import reducible_loss
-from fclmodels.methods.parts.coreset_choice.bilevel_weights import BcsrSettings, draw_places, learn_weights
+from fclmodels.methods.parts.coreset_choice.bilevel_weights import (
+    BcsrSettings,
+    choose_by_weights,
+    draw_places,
+    learn_weights,
+)
 from fclmodels.methods.parts.coreset_choice.candidates import Candidates, measure_losses
 from fclmodels.methods.parts.coreset_choice.gradient_similarity import OcsSettings, choose_by_gradients
 from fclmodels.methods.parts.coreset_choice.recovered_images import (
@@ -26,6 +31,7 @@ from fclmodels.methods.parts.coreset_choice.reducible_loss import CsrelSettings,
 from fclmodels.methods.parts.data_free_synthesis import Captured, capture_statistics
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.coreset_choice import project_onto_simplex
+from fclmodels.testing.tiny_splits import VIT
 
 MakeCandidates = Callable[..., Candidates]
 RESNET = ("model.backbone=resnet18", "model.width=4")
@@ -54,6 +60,11 @@ def candidates_of(method_of: Callable, client_of: Callable) -> MakeCandidates:
     return make
 
 
+def prepare(candidates: Candidates, raw: Batch | None = None) -> Batch:
+    """New samples, or others, as the network takes them."""
+    return candidates.client.run.batches.prepare_inputs(candidates.new if raw is None else raw)
+
+
 def make_gradients(candidates: Candidates, batch: Batch) -> np.ndarray:
     """Each sample's gradient [n, P] by torch.func on the parameters as a dictionary."""
     network = candidates.network
@@ -70,13 +81,13 @@ def make_gradients(candidates: Candidates, batch: Batch) -> np.ndarray:
 @pytest.mark.parametrize("task", [0, 1])
 def test_ocs_takes_the_best_of_each_class_by_all_pairs_of_gradients(task: int, candidates_of: MakeCandidates) -> None:
     candidates = candidates_of(task=task, room=2)
-    g = make_gradients(candidates, candidates.inputs)
+    g = make_gradients(candidates, prepare(candidates))
     unit = g / np.linalg.norm(g, axis=1, keepdims=True)
     pairs = unit @ unit.T
     mean = g.mean(0) / np.linalg.norm(g.mean(0))
     scores = unit @ mean - (pairs.sum(1) - np.diag(pairs)) / (len(g) - 1)
     if task:
-        stored = make_gradients(candidates, candidates.stored_inputs).mean(0)
+        stored = make_gradients(candidates, prepare(candidates, candidates.old)).mean(0)
         scores += 2.0 * unit @ stored / np.linalg.norm(stored)
     chosen = choose_by_gradients(candidates, OcsSettings(tau=2.0))
     for label, places in chosen.items():
@@ -133,9 +144,9 @@ def test_bcsr_weighs_samples_by_how_their_gradient_lowers_the_loss_of_all(candid
     """Where the model's steps are tiny the inverse Hessian is 4 I: the weight's gradient is -4/n g_i g, g the mean."""
     candidates = candidates_of()
     settings = BcsrSettings(steps=1, beta=0, inner_lr=1e-6, outer_lr=0.5)
-    p, losses = learn_weights(candidates, candidates.inputs, 2, settings, torch.Generator())
-    assert torch.allclose(losses.float(), measure_losses(candidates.network, candidates.inputs), atol=1e-5)
-    g = make_gradients(candidates, candidates.inputs)
+    p, losses = learn_weights(candidates, prepare(candidates), 2, settings, torch.Generator())
+    assert torch.allclose(losses.float(), measure_losses(candidates.network, prepare(candidates)), atol=1e-5)
+    g = make_gradients(candidates, prepare(candidates))
     moved = torch.tensor(1 / len(g) + 0.5 * 4 / len(g) * g @ g.mean(0))
     assert torch.allclose(p, project_onto_simplex(moved), atol=1e-4)
     assert p.max() > 1.05 * p.min()
@@ -145,7 +156,7 @@ def test_beta_draws_the_weights_to_as_few_as_are_stored(candidates_of: MakeCandi
     candidates = candidates_of()
     few, many = (
         learn_weights(
-            candidates, candidates.inputs, 2, BcsrSettings(beta=beta, outer_lr=0.1), torch.Generator().manual_seed(0)
+            candidates, prepare(candidates), 2, BcsrSettings(beta=beta, outer_lr=0.1), torch.Generator().manual_seed(0)
         )[0].topk(2).values.sum()
         for beta in (5.0, 0.0)
     )  # fmt: skip
@@ -189,7 +200,7 @@ def test_sre2l_recovers_images_that_the_model_takes_for_their_classes(candidates
     candidates = candidates_of(*RESNET, room=4)
     candidates.network.train()
     for _ in range(50):  # running statistics become those of the samples
-        candidates.network.backbone(candidates.inputs.inputs)
+        candidates.network.backbone(prepare(candidates).inputs)
     candidates.network.eval()
     noise, made, by_class = (
         recover_images(candidates, Sre2lSettings(steps=steps, statistics=weight))
@@ -216,3 +227,18 @@ def test_sre2l_needs_running_statistics(method_of: Callable) -> None:
             method_of(CoresetEr, *settings, selection="sre2l")
     with pytest.raises(UserError, match="has none"):
         method_of(CoresetEr, *RESNET, selection="sre2l", batch_norm="batch")
+
+
+def test_bcsr_learns_weights_on_a_transformer(candidates_of: MakeCandidates) -> None:
+    candidates = candidates_of(*VIT)
+    places = choose_by_weights(candidates, BcsrSettings(steps=2))
+    assert [len(of_class) for of_class in places.values()] == [3, 3]
+
+
+def test_csrel_has_no_more_rounds_than_are_set(candidates_of: MakeCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+    monkeypatch.setattr(
+        reducible_loss, "train_on_chosen", lambda candidates, *_: rounds.append(1) or candidates.network
+    )
+    choose_by_reducible_loss(candidates_of(room=4), CsrelSettings(rounds=3, reference_epochs=1))
+    assert len(rounds) == 3
