@@ -27,7 +27,7 @@ from fclmodels.data.streams.overlapping_classes import count_tasks
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.run_context import Run as FederationRun
-from fclmodels.plugins import find
+from fclmodels.plugins import find, read_names
 from fclmodels.report.paper_figures import Figure, collect_figures, describe_fewer_rounds
 from fclmodels.report.read_runs import Group, Result, RunFolder
 from fclmodels.settings import load as reading
@@ -123,6 +123,25 @@ def test_a_papers_figures_are_possible_and_do_not_contradict_each_other(name: st
                 assert find_unit(column) == "%" or value > 0
                 cell = (method, table.reading, column, *sorted(table.where.items()))
                 assert cells.setdefault(cell, value) == value
+
+
+def test_each_presets_methods_are_all_rows_of_its_tables_that_are_methods_here() -> None:
+    """Without exception: a row that is no method here is there for its figures alone."""
+    methods = set(read_names("method"))
+    for path in FILES.values():
+        preset, experiment = reading.load_preset(path)
+        rows = {method for table in preset.figures for method in table.rows}
+        assert rows & methods <= set(experiment.methods), path.stem
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_synthetic_pool_of_a_preset_is_below_a_quarter_of_a_gigabyte(name: str) -> None:
+    """At 224 pixels the releases' 8,000 to 12,800 images would have 1.2 to 2 GB, in each task and at each client."""
+    params = load(name)
+    for method in {"target", "target-lode", "lander"} & set(params.experiment.methods):
+        of = reading.load_method_settings(load(name, method=method), method)
+        side = of.side or getattr(params.data, "size", None) or 32
+        assert 3 * of.pool * side**2 < 2**28
 
 
 @pytest.mark.parametrize("name", list(FILES))
