@@ -48,10 +48,11 @@ class Part:
 
     Kinds whose names do not explain them: "statistics" are changes of a mean (with `over`), or sums of numbers that are
     not negative (without); "energy" of a layer's input is [||X||^2, ||X*||^2, n ||X*|| / ||X||, n]; "loss" a sum over
-    samples, and their number; "samples" are synthetic; "gradient" is that of a loss, by parameter; "generator" the
-    weights of a network beside the model; "class-statistics" counts, sums and second moments of features by class, or
-    A^T A and A^T Y of features A and classes Y; "sparse" has, of some entries or rows of weights, `places.NAME` and
-    `values.NAME`, as many as each client has; "input-statistics" sums of x x^T of layers' inputs, or their diagonals.
+    samples, and their number (with `over`: w times their mean, and w); "samples" are synthetic; "gradient" is that of a
+    loss, by parameter; "generator" the weights of a network beside the model; "class-statistics" counts, sums and
+    second moments of features by class, or A^T A and A^T Y of features A and classes Y; "sparse" has, of some entries
+    or rows of weights, `places.NAME` and `values.NAME`, as many as each client has; "input-statistics" sums of x x^T of
+    layers' inputs, or their diagonals.
     """
 
     kind: Kind

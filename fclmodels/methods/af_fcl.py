@@ -21,7 +21,8 @@ batch's longest features count for nothing, in step 1 too (ours; the release has
 Steps 1 and 2 see h in evaluation mode, so that batch normalisation's statistics move once a batch; the release draws P
 in training mode. Optimisers start anew in each round as the engine's do; the release's go on. In the first task too
 there is replay, of the task's classes over all clients. A task's head of its own has its own cross entropy and its own
-part of D (ours). With replay, features and outputs 0 it is FedAvg of this network.
+part of D (ours). With replay 0 there is no flow, and no client is asked for its classes; with features and outputs 0
+too it is FedAvg of this network.
 
 The release's runs (all with outputs 0.02 and features 0.1; batches of 64, 100 a round, with CIFAR-100 400):
 
@@ -32,7 +33,7 @@ The release's runs (all with outputs 0.02 and features 0.1; batches of 64, 100 a
     EMNIST, noisy clients    0.5     0.1     0.5    1e-4          1e-3
     MNIST-SVHN-Fashion       0.1     0       0      1e-4          1e-3
 
-knowledge: `anchor`, `past` {layer, flow}: the last task's final model; `columns` (label_sets.py).
+knowledge: `anchor`, `past` {layer, flow}: the last task's final model; with replay `columns` (label_sets.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,22 +91,25 @@ class AfFcl(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.labels = LabelSets(run)
-        self.declare(self.labels.exchange)
+        if settings.replay:
+            self.declare(self.labels.exchange)
         self.last_networks = NetworkCache(run.device, self.prepare_network)
         self.last_auxiliaries = AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device)
 
     def auxiliary_networks(self) -> list[Auxiliary]:
         features = build_skeleton(self.run.spec(1)).backbone.features
+        layer = Auxiliary("layer", {"features": features}, build_layer, "averaged", self.run.params.optimizer)
+        if not self.settings.replay:
+            return [layer]
         classes = count_columns(self.run.spec(len(self.run.splits.tasks)))
         width = self.settings.flow_width or min(features, WIDEST)
         flow = {"features": features, "width": width, "classes": classes}
-        return [
-            Auxiliary("layer", {"features": features}, build_layer, "averaged", self.run.params.optimizer),
-            Auxiliary("flow", flow, build_flow, "averaged"),
-        ]
+        return [layer, Auxiliary("flow", flow, build_flow, "averaged")]
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
+        if not self.settings.replay:
+            return None
         return Obstacle("asks which classes clients have, which noise would hide", "Use lwf or fedproto")
 
     @property
@@ -123,14 +127,16 @@ class AfFcl(FedAvg):
         fresh = self.auxiliaries.create_initial()
         grown = {name: grow_tables(state, fresh[name]) for name, state in server.networks.items()}
         knowledge = {**started.knowledge, **({"past": grown} if task and self.looks_back else {})}
-        return self.labels.start_task(replace(started, networks=grown, knowledge=knowledge))
+        server = replace(started, networks=grown, knowledge=knowledge)
+        return self.labels.start_task(server) if self.settings.replay else server
 
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
-        return self.labels.ask(server, cohort)
+        return self.labels.ask(server, cohort) if self.settings.replay else server
 
     def payload(self, server: Server) -> Payload:
         past = {f"past-{n}": Part("generator", s, once=True) for n, s in server.knowledge.get("past", {}).items()}
-        return {**super().payload(server), **anchor_payload(server), **past, **self.labels.payload(server)}
+        sets = self.labels.payload(server) if self.settings.replay else {}
+        return {**super().payload(server), **anchor_payload(server), **past, **sets}
 
     def own_model(self, server: Server) -> OwnModel:
         features, statistics = len(server.networks["layer"]["weight"]), self.settings.batch_norm != "batch"
@@ -152,12 +158,11 @@ class AfFcl(FedAvg):
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:
             network = self.last_networks.load(self.run.spec(training.client.task), payload["anchor"].tensors)
-            layer, flow = (
-                self.last_auxiliaries.load(a, payload[f"past-{a.name}"].tensors).eval().requires_grad_(False)
+            past = {
+                a.name: self.last_auxiliaries.load(a, payload[f"past-{a.name}"].tensors).eval().requires_grad_(False)
                 for a in self.last_auxiliaries.auxiliaries
-            )
-            assert isinstance(flow, FeatureFlow)
-            training.add(LastLayeredModel(network.eval(), layer, flow))
+            }
+            training.add(LastLayeredModel(network.eval(), past["layer"], past.get("flow")))
         if self.settings.replay and "columns" in payload:
             flow, layer = (training.networks[name][0] for name in ("flow", "layer"))
             assert isinstance(flow, FeatureFlow)

@@ -50,6 +50,7 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary, AuxiliaryNetworks, copy_state
 from fclmodels.federation.training.local_training import LocalTraining
+from fclmodels.federation.training.server_training import refuse_divergence
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.ac_gan import AcGan, GanTraining, build_generator, build_judge, make_generator_adam
 from fclmodels.methods.parts.class_table import grow_tables
@@ -195,6 +196,8 @@ class FedCil(FedAvg):
             knowledge["columns"]["now"].to(self.run.device),
             Moment(self.settings.consolidation, task, knowledge["rounds"] - 1),
         )
+        remedy = f"Lower methods.{self.name}.generator_lr or optimizer.lr."
+        refuse_divergence(f"consolidation in round {knowledge['rounds']}", [network, judge, generator], remedy)
         weights = {**server.weights, **{name: p.detach().clone() for name, p in parameters.items()}}
         return replace(
             server, weights=weights, networks={"generator": copy_state(generator), "judge": copy_state(judge)}

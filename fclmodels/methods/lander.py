@@ -8,8 +8,10 @@ and from then on, u synthetic images and t the last task's model (parts/syntheti
     A = log2(K / 2 + 1), b = sqrt(K_o / K), c = cur (1 + 1 / A) / b, g = pre A b,   K_o of K classes old
 
 CE is over the task's classes. With `model_choice: lowest-loss` a task ends with the model that the round with the least
-mean loss of the clients' first local epochs was sent, as in the release (there a sum, ours is per sample); a task of
-one round ends with its only aggregate (ours).
+mean loss of the clients' first local epochs was sent, as in the release. There it is a sum over samples; ours is a mean
+over clients, each with the weight of its update, by the rule that combines updates. So a client that lies moves it as
+far as a mean of losses up to 30 medians lets it, and `federation.aggregation: median` bounds that. A task of one round
+ends with its only aggregate (ours).
 
 The server's part is label_synthesis.py. Defaults are the release's for CIFAR-100. `embeddings` names a file, which
 `fcl embed-labels` makes (data/label_embeddings.py). Its scale is the encoder's, and so is the radius: of vectors of
@@ -125,6 +127,10 @@ class Lander(SyntheticReplay):
         last = {LAST_MAP: server.networks[MAP]} if server.task else {}
         return replace(server, knowledge={**server.knowledge, **last})
 
+    @property
+    def synthesis(self) -> type[Synthesis]:
+        return LabelSynthesis
+
     def make_synthesis(self, server: Server, teacher: Network, student: Network) -> Synthesis:
         maps = (self.build_map({}).to(self.run.device), self.build_map({}).to(self.run.device))
         for module in maps:
@@ -143,7 +149,8 @@ class Lander(SyntheticReplay):
         if not self.chooses(server.task):
             return moved
         sums = replies.sum(LOSSES)
-        loss = float(sums["loss"] / sums["samples"])
+        # Losses of late clients are of older models, and count for nothing.
+        loss = float(sums["loss"] / sums["samples"]) if sums["samples"] else inf
         if loss >= server.knowledge.get("best", {"loss": inf})["loss"]:
             return moved
         best = {"weights": server.weights, "networks": server.networks, "loss": loss}
@@ -157,8 +164,9 @@ class Lander(SyntheticReplay):
     # On a client.
 
     def update_form(self, task: int, round: int) -> Form:
-        losses = {LOSSES: make_outline("loss", {"loss": (), "samples": ()}, torch.float64)}
-        return {**super().update_form(task, round), **(losses if self.chooses(task) else {})}
+        losses = make_outline("loss", {"loss": (), "samples": ()}, torch.float64)
+        chosen = {LOSSES: replace(losses, over="weight")} if self.chooses(task) else {}
+        return {**super().update_form(task, round), **chosen}
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         last = payload[LAST_MAP].tensors if LAST_MAP in payload else {}
@@ -196,8 +204,9 @@ class Lander(SyntheticReplay):
         texts = training.part(Texts)
         if texts is None or not self.chooses(training.client.task):
             return {}
-        samples = torch.tensor(texts.samples, dtype=torch.float64)
-        return {LOSSES: {"loss": torch.as_tensor(texts.loss, dtype=torch.float64), "samples": samples}}
+        weight = torch.tensor(self.client_weight(training), dtype=torch.float64)
+        mean = torch.as_tensor(texts.loss, dtype=torch.float64) / max(1, texts.samples)
+        return {LOSSES: {"loss": weight * mean.to(weight.device), "samples": weight}}
 
 
 class Texts:

@@ -44,7 +44,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary, AuxiliaryNetworks, copy_state
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.optimisers import make_optimiser
-from fclmodels.federation.training.server_training import NetworkTraining
+from fclmodels.federation.training.server_training import NetworkTraining, refuse_divergence
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.data_free_synthesis import capture_statistics
@@ -138,6 +138,7 @@ class Mfcl(FedAvg):
             return self.measure_images(teacher, generator(noise))
 
         cohort.train(NetworkTraining("generator", {"generator": generator}, [optimiser], loss), self.settings.steps)
+        refuse_divergence("generator", [generator], f"Lower methods.{self.name}.generator_lr.")
         knowledge = {
             **server.knowledge,
             "generator": copy_state(generator),

@@ -65,6 +65,10 @@ class Target(SyntheticReplay):
     def replays(self) -> bool:
         return self.settings.kd > 0
 
+    @property
+    def synthesis(self) -> type[Synthesis]:
+        return TargetSynthesis
+
     def make_synthesis(self, server: Server, teacher: Network, student: Network) -> Synthesis:
         return TargetSynthesis(self.run, self.settings, teacher, student)
 

@@ -30,7 +30,9 @@ DISCLOSURES: dict[Kind, Disclosure] = {
     "sparse": Disclosure("some of a client's weights, and which of them it holds to be its own", False, False),
     "prototype": Disclosure("mean and variance of the features of each class, and which classes a client has"),
     "reference": Disclosure("how long a client's features are on each task's basis"),
-    "loss": Disclosure("how well the model fits a client's held-out samples"),
+    "loss": Disclosure(
+        "how well the model fits a client's samples: those it trains on (lander), or val rows (special)"
+    ),
     "count": Disclosure("numbers of samples"),
     "samples": Disclosure("synthetic samples: as much of the real ones as their generator has learned", False, False),
     "gradient": Disclosure("a gradient of few samples, from which these can be reconstructed"),

@@ -46,6 +46,9 @@ def check_part(part: Part, norm: float, payload: Payload, parts: Mapping[str, Pa
         return
     if part.kind == "sparse":
         check_places(part.tensors, payload[part.of].tensors if part.of in payload else None)
+    if part.kind == "loss" and part.over and not part.noise:
+        check_weighted_loss(part.tensors, number(parts[part.over]))
+        return
     if part.kind == "basis" and any(not is_orthonormal(basis) for basis in part.tensors.values()):
         raise PartError("is not orthonormal")
     if not part.noise:
@@ -154,6 +157,16 @@ def check_loss(tensors: Mapping[str, Tensor]) -> None:
         raise PartError(f"is not of 1 to {MOST_SAMPLES:g} samples")
 
 
+def check_weighted_loss(tensors: Mapping[str, Tensor], weight: float) -> None:
+    """Raise PartError where this is no mean loss times the client's weight, and that weight: its one vote."""
+    if tensors.keys() != {"loss", "samples"} or any(tensor.numel() != 1 for tensor in tensors.values()):
+        raise PartError("is not one loss and a weight")
+    if float(tensors["loss"]) < 0:
+        raise PartError("is negative")
+    if float(tensors["samples"]) != weight:
+        raise PartError("counts otherwise than the client's weight")
+
+
 def check_samples(tensors: Mapping[str, Tensor]) -> None:
     """Raise PartError where these are no synthetic samples: inputs [n, ...] for the network, and labels [n]."""
     if not {"inputs", "labels"} <= tensors.keys() or tensors["inputs"].ndim < 2:
@@ -250,7 +263,7 @@ def measure_sizes(part: Part, norm: float) -> list[float]:
     if part.kind == "energy":
         return [math.sqrt(float(energy[0])) for _, energy in sorted(part.tensors.items())]
     if part.kind == "loss":  # plus one nat: beside a client whose loss is 0 no other's loss is refused
-        return [1 + float(part.tensors["loss"]) / max(1.0, float(part.tensors["samples"]))]
+        return [1 + float(part.tensors["loss"]) / (float(part.tensors["samples"]) or 1.0)]
     if part.kind == "prototype" and "square" in part.tensors:
         return [measure_longest_sample(part.tensors["square"].sum(1), part.tensors["weight"])]
     if part.kind == "class-statistics" and "outer" in part.tensors:

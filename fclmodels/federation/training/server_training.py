@@ -7,7 +7,7 @@ generator (dropout, noise) is seeded in each step by the run's seed and the step
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels import machine
+from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.training.optimisers import Optimiser, read_optimiser_state, restore_optimiser
 from fclmodels.randomness import seed_torch
@@ -126,6 +127,12 @@ class ServerTraining:
                     trees.save({"state": work.state(), "costs": costs}, file)
                     saved_at = time.perf_counter()
         self.note({"work": work.name, **costs, "device": self.device.type, "threads": self.threads})
+
+
+def refuse_divergence(work: str, networks: Iterable[nn.Module], remedy: str) -> None:
+    """Raise UserError where the server's training has left a network with a number that is none."""
+    if not all(tensor.isfinite().all() for network in networks for tensor in network.state_dict().values()):
+        raise UserError(f"the server's {work} diverged: its network has numbers that are not finite. {remedy}")
 
 
 def wait_for(device: torch.device) -> None:

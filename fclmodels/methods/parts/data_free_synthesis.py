@@ -12,6 +12,11 @@ the pool, as uint8; then the student learns the teacher's answers on the pool. W
 compares whole answers adds up over heads (ours); the releases have one head. Their students' rates make a network
 without batch normalisation diverge: it learns at 0.002 by gradients of length 1 at most (ours).
 
+The pool, of images x channels x side^2 bytes, is in the server's memory, in each checkpoint of its training and of the
+task's rounds, and in each client's memory. A step of the generator passes its whole batch through the teacher, and from
+A on the student, at the samples' size: what autograd stores of it grows with batch x pixels. At 224 pixels set `side`,
+which makes the pool small, and a lower `batch`, which makes the step so.
+
 Images are augmented as real samples are (the releases: shifted by 4 pixels and mirrored, whatever the data) and
 normalised by the stream's mean and deviation; no task's permutation of pixels is undone (ours).
 """
@@ -115,18 +120,26 @@ class Synthesis(ServerWork):
         self.count = 0  # of images in the pool
         channels, *sides = teacher.spec.shape
         self.shape = (channels, *([settings.side] * 2 if settings.side else sides))
-        self.images = torch.empty(settings.pool, *self.shape, dtype=torch.uint8)
-        self.columns = torch.empty(settings.pool, dtype=torch.int64)  # of these images
+        self.first_lesson, self.rounds = self.find_first_lesson(settings), self.count_rounds(settings)
+        size = self.count_images(settings)
+        self.images = torch.empty(size, *self.shape, dtype=torch.uint8)
+        self.columns = torch.empty(size, dtype=torch.int64)  # of these images
 
-    @property
-    def first_lesson(self) -> int:
-        """The round, counted from 1, from which the student learns."""
-        return max(1, self.settings.warmup + self.learns_after)
+    @classmethod
+    def find_first_lesson(cls, settings: SynthesisSettings) -> int:
+        """Return the round, counted from 1, from which the student learns."""
+        return max(1, settings.warmup + cls.learns_after)
 
-    @property
-    def rounds(self) -> int:
-        """The number of rounds: by default as many as fill the pool from the student's first on."""
-        return self.settings.rounds or self.first_lesson - 1 + ceil(self.settings.pool / self.settings.batch)
+    @classmethod
+    def count_rounds(cls, settings: SynthesisSettings) -> int:
+        """Return the number of rounds: by default as many as fill the pool from the student's first on."""
+        return settings.rounds or cls.find_first_lesson(settings) - 1 + ceil(settings.pool / settings.batch)
+
+    @classmethod
+    def count_images(cls, settings: SynthesisSettings) -> int:
+        """Return how many images the pool has in the end."""
+        first = cls.find_first_lesson(settings) if settings.pool_from == "warmup" else 1
+        return max(0, min(settings.pool, (cls.count_rounds(settings) - first + 1) * settings.batch))
 
     @abstractmethod
     def make_images(self, round: int) -> tuple[Tensor, Tensor, float]:

@@ -51,7 +51,7 @@ class LastLayeredModel:
 
     network: Network
     layer: nn.Module
-    flow: FeatureFlow
+    flow: nn.Module | None  # where there is replay
 
 
 class FeatureReplay:
@@ -79,6 +79,7 @@ class FeatureReplay:
         """Move the flow up the log density of features [B, d], and of draws from the last task's flow."""
         loss, past = -self.flow(features, columns)[1].mean(), self.sets["past"]
         if self.last is not None and self.settings.memory and len(past):
+            assert isinstance(self.last.flow, FeatureFlow)
             drawn, _, earlier = draw_near(self.last.flow, past, features)
             if len(drawn):
                 loss = loss - self.settings.memory * self.flow(drawn, earlier)[1].mean()

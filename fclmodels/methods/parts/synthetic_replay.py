@@ -14,6 +14,7 @@ them when it has ended, for a person to look at.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -41,14 +42,15 @@ from fclmodels.methods.parts.distillation import Teacher
 from fclmodels.storage.trees import Tree
 
 SYNTHETIC = "synthetic"
+LARGE = 2**28  # bytes of a pool of which a run warns
 SHEET = 100  # images that a person sees of a pool
 
 
 class SyntheticReplay(FedAvg):
     """FedAvg whose clients answer the server's images as the last task's model does.
 
-    Below its hooks stand those that methods have of their own: `replays`, `make_synthesis`, `learn`, `imitate`, and
-    `equip`, `note`, `add_payload`, `enter_task`, `end_rounds` where they need more.
+    Below its hooks stand those that methods have of their own: `replays`, `synthesis`, `make_synthesis`, `learn`,
+    `imitate`, and `equip`, `note`, `add_payload`, `enter_task`, `end_rounds` where they need more.
     """
 
     class Settings(FedAvg.Settings, SynthesisSettings):
@@ -66,7 +68,7 @@ class SyntheticReplay(FedAvg):
         super().__init__(settings, run)
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{self.name}: it makes images, these samples are texts. Use methods.lwf or er.")
-        if settings.rounds is not None and settings.pool_from == "warmup" and settings.rounds <= settings.warmup:
+        if not self.synthesis.count_images(settings):
             raise UserError(
                 f"methods.{self.name}.rounds: {settings.rounds} of warmup: {settings.warmup} leave no image. "
                 "Set more, or pool_from: start."
@@ -77,11 +79,17 @@ class SyntheticReplay(FedAvg):
         of, lines = self.settings, []
         if self.replays:
             channels, *sides = self.run.splits.shape
-            size = of.pool * channels * (of.side**2 if of.side else math.prod(sides))
+            count = self.synthesis.count_images(of)
+            size = count * channels * (of.side**2 if of.side else math.prod(sides))
             lines.append(
-                f"each client downloads {of.pool} synthetic images a task ({size:,} bytes): what the server can draw "
+                f"each client downloads {count} synthetic images a task ({size:,} bytes): what the server can draw "
                 "of all clients' data is open to every one of them"
             )
+            if size > LARGE:
+                lines.append(
+                    f"these {size:,} bytes are in the server's memory and in each of its checkpoints: set "
+                    f"methods.{self.name}.side to make smaller images"
+                )
             if not list_statistics(self.networks.of(self.run.spec(1))):
                 lines.append(
                     "the network has no running statistics of batch normalisation: statistics_weight counts for "
@@ -90,6 +98,11 @@ class SyntheticReplay(FedAvg):
         return [*lines, *self.list_doubts()]
 
     # What a method adds.
+
+    @property
+    @abstractmethod
+    def synthesis(self) -> type[Synthesis]:
+        """The class of the work that `make_synthesis` returns."""
 
     # The work that makes images of the teacher, the last task's model; the student has its weights too.
     make_synthesis: Callable[[Server, Network, Network], Synthesis]

@@ -61,7 +61,7 @@ def test_distillation_is_the_releases_up_to_its_constant() -> None:
 def test_without_replay_and_distillation_it_is_fedavg(
     head: str, method_of: Callable, federate: Callable, splits_of: Callable
 ) -> None:
-    """Adam starts anew in each round; the flow stays as it was drawn, and the last model does not travel."""
+    """Adam starts anew in each round; no flow and no last model travel, and nobody is asked for its classes."""
     settings = (*ADAM, f"model.head={head}", "model.backbone=resnet18")
     splits = splits_of(clients=3, train=UNEVEN)
     plain = federate(method_of(Layered, *settings, splits=splits))
@@ -69,8 +69,17 @@ def test_without_replay_and_distillation_it_is_fedavg(
     server = federate(method)
     assert_equal(server.weights, plain.weights)
     assert_equal(server.networks["layer"], plain.networks["layer"])
-    assert_equal(server.networks["flow"], method.auxiliaries.create_initial()["flow"])
-    assert method.payload(server).keys() == {"weights", "layer", "flow", "columns"}
+    assert method.payload(server).keys() == {"weights", "layer"}
+    assert server.networks.keys() == {"layer"}
+    assert server.knowledge == {}
+    assert "labels" not in method.exchanges
+
+
+def test_without_replay_alone_the_last_model_has_no_flow(method_of: Callable, federate: Callable) -> None:
+    method = method_of(AfFcl, replay=0)
+    server = federate(method)
+    assert method.payload(server).keys() == {"weights", "layer", "anchor", "past-layer"}
+    assert method.obstacle_to_noise is None
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy
 from fclmodels.errors import UserError
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.methods.fed_cil import FedCil
-from fclmodels.methods.parts.ac_gan import GanTraining
+from fclmodels.methods.parts.ac_gan import AcGan, GanTraining
 from fclmodels.randomness import seed_torch
 
 SMALL = {"width": 1, "noise": 4}
@@ -164,6 +164,15 @@ def test_consolidation_moves_all_three_networks(method_of: Callable, splits_of: 
         assert any(not torch.equal(t, other.networks[name][n]) for n, t in one.networks[name].items())
     again = run_round(method, method.start_task(method.setup(), 0))
     assert all(torch.equal(tensor, other.weights[name]) for name, tensor in again.weights.items())
+
+
+def test_a_consolidation_that_diverges_is_refused(method_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_of(FedCil, **SMALL, consolidation=2)
+    measure = AcGan.measure_samples
+    monkeypatch.setattr(AcGan, "measure_samples", lambda *args: measure(*args) * torch.nan)
+    server = method.start_task(method.setup(), 0)
+    with pytest.raises(UserError, match=r"consolidation in round 1 diverged.* Lower methods.fed-cil.generator_lr"):
+        run_round(method, server)
 
 
 def test_a_stream_that_goes_on_adds_rows_to_all_generators(

@@ -1,6 +1,7 @@
 """LANDER: worked numbers, its loss in NumPy, the release's synthesis, its choice of a model, FedAvg as a limit."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from fclmodels.backbones.model.network import build_network
 from fclmodels.data.label_embeddings import write_embeddings
 from fclmodels.errors import UserError
+from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.server import Server
 from fclmodels.methods import lander
 from fclmodels.methods.fedavg import FedAvg
@@ -22,6 +24,7 @@ from fclmodels.methods.lander import Lander, weigh
 from fclmodels.methods.parts.image_generator import LabelGenerator
 from fclmodels.methods.parts.label_synthesis import LabelSynthesis, bound, draw_balanced
 from fclmodels.methods.parts.synthetic_replay import SyntheticImages
+from fclmodels.numerics.robust_means import robust_mean
 from fclmodels.storage import trees
 
 TINY: dict[str, Any] = {"pool": 8, "batch": 8, "g_steps": 2, "warmup": 1, "student_steps": 2, "noise": 4, "width": 2}
@@ -117,6 +120,14 @@ def test_five_rounds_are_the_releases(method_of: Callable, splits_of: Callable) 
     assert trees.digest(restored.state()) == trees.digest(work.state())
 
 
+def test_a_round_after_the_warmup_leaves_images(method_of: Callable) -> None:
+    """The student learns from round `warmup` on, so that as many rounds leave one round's images, and fewer none."""
+    few = {**TINY, "pool": 100, "warmup": 3}
+    assert "8 synthetic images" in method_of(Lander, **few, rounds=3).advice()[0]
+    with pytest.raises(UserError, match="rounds: 2 of warmup: 3 leave no image"):
+        method_of(Lander, **few, rounds=2)
+
+
 def test_classes_are_balanced() -> None:
     counts = draw_balanced(3, 11).bincount(minlength=3)
     assert counts.sum() == 11
@@ -148,10 +159,56 @@ def test_a_clients_losses_are_those_of_its_first_epoch(method_of: Callable, clie
     server = method.start_task(method.setup(), 0)
     client = client_of(method, 0, 0, 2)
     reply, _ = method.exchanges["train"].reply(client, method.payload(server))
-    assert reply.parts["losses"].tensors["samples"].item() == len(client.rows)
+    losses = reply.parts["losses"].tensors
+    assert losses["samples"] == reply.parts["weight"].tensors["weight"]
     one = method_of(Lander, "federation.rounds=5", **TINY)
     of_one, _ = one.exchanges["train"].reply(client_of(one, 0, 0, 2), one.payload(server))
-    assert reply.parts["losses"].tensors["loss"].item() == pytest.approx(of_one.loss * len(client.rows), rel=1e-6)
+    assert (losses["loss"] / losses["samples"]).item() == pytest.approx(of_one.loss, rel=1e-6)
+
+
+def test_a_claim_of_many_samples_does_not_discard_a_tasks_training(method_of: Callable, federate: Callable) -> None:
+    """One client says in the first round that its loss is 0, of 1e9 samples: its reply is refused."""
+    method = method_of(Lander, "federation.rounds=4", **TINY)
+    servers, honest, aggregate = [], method.further_parts, method.aggregate
+
+    def further_parts(training: Any, payload: Any) -> Any:
+        parts, zero = honest(training, payload), torch.zeros((), dtype=torch.float64)
+        lies = training.client.index == training.client.round == 0
+        return {"losses": {"loss": zero, "samples": zero + 1e9}} if lies else parts
+
+    def note(server: Server, replies: Any) -> Server:
+        servers.append((server, replies.clients))
+        return aggregate(server, replies)
+
+    method.further_parts, method.aggregate = further_parts, note
+    ended = federate(method, 1)
+    assert 0 not in servers[0][1]
+    assert trees.digest(ended.weights) != trees.digest(servers[0][0].weights)
+
+
+@pytest.fixture
+def loss_after(method_of: Callable, client_of: Callable, splits_of: Callable, tmp_path: Path) -> Callable[..., Any]:
+    """The loss that the server notes of a round in which the clients, of equal weight, say these."""
+
+    def measure(losses: list[float], rule: Any = None, weight: float = 1.0) -> Any:
+        settings = ("federation.rounds=2", "federation.weighting=uniform")
+        method = method_of(Lander, *settings, splits=splits_of(clients=5), **TINY)
+        server = method.start_task(method.setup(), 0)
+        replies = Replies(range(5), tmp_path, rule)
+        for index, loss in enumerate(losses):
+            reply, _ = method.exchanges["train"].reply(client_of(method, index), method.payload(server))
+            reply.parts["losses"].tensors["loss"] = torch.tensor(loss, dtype=torch.float64)
+            replies.add(index, reply, weight)
+        return method.aggregate(server, replies).knowledge.get("best", {}).get("loss")
+
+    return measure
+
+
+def test_each_client_has_a_vote_of_its_updates_weight(loss_after: Callable[..., Any]) -> None:
+    """A claim of no loss moves the mean by a fifth, and the median not at all; late clients do not count."""
+    assert loss_after([2.0, 2.0, 2.0, 2.0, 0.0]) == pytest.approx(1.6)
+    assert loss_after([2.0, 2.0, 2.0, 2.0, 60.0], partial(robust_mean, "median", 0, 1.0)) == pytest.approx(2.0)
+    assert loss_after(5 * [2.0], weight=0.5) is None
 
 
 def test_what_travels(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from fclmodels.errors import UserError
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.mfcl import DrawnImages, Mfcl, measure_distance
@@ -174,6 +175,13 @@ def test_the_generator_goes_on_and_travels_once_a_task(
     assert sheet["images"].dtype == torch.uint8
     assert sheet["images"].shape[1:] == (1, 6, 6)
     assert set(sheet["labels"].tolist()) <= {0, 1, 2, 3}
+
+
+def test_a_generator_that_diverges_is_refused(method_of: Callable, federate: Callable) -> None:
+    method = method_of(Mfcl, **SMALL)
+    method.measure_images = lambda teacher, images: images.sum() * torch.nan
+    with pytest.raises(UserError, match=r"the server's generator diverged.* Lower methods.mfcl.generator_lr"):
+        federate(method)
 
 
 def test_domains_share_all_columns(method_of: Callable, federate: Callable, splits_of: Callable) -> None:

@@ -220,6 +220,9 @@ def test_draws_go_through_all_before_any_again() -> None:
 def test_what_it_advises_and_refuses(method_of: Callable, splits_of: Callable) -> None:
     with pytest.raises(UserError, match="rounds: 2 of warmup: 2 leave no image"):
         method_of(Target, **{**TINY, "warmup": 2, "rounds": 2})
+    assert "10 synthetic images" in method_of(Target, **{**TINY, "batch": 5, "warmup": 2, "rounds": 4}).advice()[0]
+    large = method_of(Target, **{**TINY, "pool": 2**28 // 36 + 1})
+    assert "set methods.target.side" in large.advice()[1]
     lines = method_of(Target, **TINY).advice()
     assert "12 synthetic images a task (432 bytes)" in lines[0]
     assert "no running statistics" in lines[1]

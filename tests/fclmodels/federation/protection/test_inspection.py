@@ -55,6 +55,13 @@ def part(kind: Any, **tensors: Tensor) -> Parts:
     return {"p": Part(kind, tensors)}
 
 
+def weighted_loss(loss: float, samples: float) -> Parts:
+    return {
+        **update(),
+        "p": replace(part("loss", loss=torch.tensor(loss), samples=torch.tensor(samples))["p"], over="weight"),
+    }
+
+
 def with_nan(tensor: Tensor, value: float = math.nan) -> Tensor:
     tensor = tensor.clone()
     tensor.view(-1)[-1] = value
@@ -116,6 +123,9 @@ MOMENTS = moments(drawn(40, 5), torch.arange(40) % 3, 4)
         (part("loss", loss=torch.tensor(1.0), samples=torch.tensor(0.0)), ("p", "is not of 1 to 1e+09 samples")),
         (part("loss", loss=torch.tensor(1.0), samples=torch.tensor(1e10)), ("p", "is not of 1 to 1e+09 samples")),
         (part("loss", loss=torch.tensor(1.0)), ("p", "is not one loss and a number of samples")),
+        (weighted_loss(3.0, 2.0), None),
+        (weighted_loss(0.0, 1e9), ("p", "counts otherwise than the client's weight")),
+        (weighted_loss(-1.0, 2.0), ("p", "is negative")),
         (part("energy", a=ENERGY), None),
         (part("energy", a=-ENERGY), ("p", "is negative")),
         (part("energy", a=ENERGY[:3]), ("p", "has not four numbers for each layer")),
