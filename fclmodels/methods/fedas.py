@@ -24,6 +24,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network, build_skeleton
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.federation.client import Client
@@ -53,8 +54,7 @@ class OwnHead(TrainedNetwork):
         return True
 
     def personal_names(self, network: Network) -> set[str]:
-        heads = {name for name in network.state_dict() if name.startswith(HEADS)}
-        return heads | super().personal_names(network)
+        return {name for name in network.state_dict() if name.startswith(HEADS)}
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
         return {name for name in build_skeleton(spec).state_dict() if name.startswith(HEADS)}
@@ -74,6 +74,9 @@ class FedAs(FedAvg):
     has_global_model = True
 
     class Settings(FedAvg.Settings):
+        batch_norm: SharedPolicy = Field(
+            "average", description="running statistics: average over clients; batch: none; frozen after task 1"
+        )
         align_lr: NonNegativeFloat = Field(0.01, le=1e6, description="learning rate of the alignment; 0: none")
         align_batch: PositiveInt = Field(16, le=100_000, description="batch size of the alignment (release: 16)")
         fisher: Literal["sum", "mean"] = Field(

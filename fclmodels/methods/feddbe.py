@@ -21,6 +21,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -67,6 +68,9 @@ class FedDbe(FedAvg):
     has_global_model = True
 
     class Settings(FedAvg.Settings):
+        batch_norm: SharedPolicy = Field(
+            "average", description="running statistics: average over clients; batch: none; frozen after task 1"
+        )
         kappa: NonNegativeFloat = Field(
             1.0,
             le=1e6,

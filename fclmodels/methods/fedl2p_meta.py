@@ -11,8 +11,9 @@ on its rows of the last task (readings personal_*), which it makes when it is as
 model is FedAvg's.
 
 The paper starts from a finished model and has no tasks: rounds in tasks, `share`, and the cap of steps (release: 15
-epochs) are ours, as is a plain mean of batches' statistics in answers (release: a running one). `gradient: release` has
-the release's sign, which turns that of the rates. Without batch norm there is one network alone.
+epochs) are ours, as is a plain mean of batches' statistics in answers (release: a running one). The gradient
+takes the steps before the last as having had its slopes and curvature. `gradient: release` has the release's series,
+of steps 0.1, and its sign, which turns that of the rates. Without batch norm there is one network alone.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ from fclmodels.numerics.meta_gradient import differentiate_tuning
 
 STEERING, UPDATE = "steering", "steering-update"
 APART = 5  # one of so many rows is set apart
-CURVATURE_STEP, TERMS = 0.1, 4  # of the series for the inverse Hessian (release)
+CURVATURE_STEP, TERMS = 0.1, 4  # of the release's series for the inverse Hessian; the echoes are as many terms
 
 
 class FedL2pMeta(FedAvg):
@@ -75,8 +76,9 @@ class FedL2pMeta(FedAvg):
         lr: PositiveFloat = Field(1e-3, le=1e3, description="first learning rate of tuning (release: 0.001 or 0.01)")
         meta_lr: PositiveFloat = Field(1e-3, le=1e3, description="learning rate of the networks, by SGD")
         rates_lr: PositiveFloat = Field(1e-4, le=1e3, description="learning rate of the rates that a network scales")
-        gradient: Literal["unrolled", "release"] = Field(
-            "unrolled", description="through the last step of tuning and its echoes; or with the release's sign"
+        gradient: Literal["echoes", "release"] = Field(
+            "echoes",
+            description="through the last step of tuning and three echoes of it; or the release's series and sign",
         )
 
     settings: Settings
@@ -172,6 +174,7 @@ class FedL2pMeta(FedAvg):
         before = tuning.descend(tuning.read(), earlier, rates, shares.detach())
         statistics, meta = tuning.record(batches, shares, before), list(steering.parameters())
         losses: list[Tensor] = []
+        of_release = self.settings.gradient == "release"
 
         def measure_apart(values: Sequence[Tensor]) -> Tensor:
             losses.append(tuning.measure(apart, shares, values, statistics))
@@ -183,9 +186,9 @@ class FedL2pMeta(FedAvg):
             before,
             list(rates),
             meta,
-            CURVATURE_STEP,
-            min(TERMS, len(batches)) if self.settings.gradient == "unrolled" else TERMS,
-            self.settings.gradient == "release",
+            CURVATURE_STEP if of_release else None,
+            TERMS if of_release else min(TERMS, len(batches)),
+            of_release,
         )
         for parameter, gradient in zip(meta, gradients, strict=True):
             parameter.grad = gradient.clamp(-1, 1)

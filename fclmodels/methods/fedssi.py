@@ -9,6 +9,9 @@ dv = v_after - v_before and the gradients g of cross entropy alone,
 So importance is measured between local and global, not along the client's own training (Zenke et al. 2017), and
 heterogeneous clients do not hold on to what is theirs alone. Nothing further travels and no sample is stored.
 
+Omega has no bound, and an explicit step of the penalty diverges where lr alpha Omega exceeds 1. So it is taken after
+the optimiser's step, and implicitly (ours): w <- w* + (w - w*) / (1 + 2 lr alpha Omega).
+
 The paper was not at hand and there is no code. Known are the loss, the surrogate and its lambda; ours are xi, alpha,
 lambda's and s's defaults, max(c, 0), that Omega sums over tasks, and v's start. With alpha 0 and in the first task this
 is FedAvg. memory: `importance` Omega and `centre` w*, which do not leave the client.
@@ -27,7 +30,7 @@ from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.springs import add_spring_forces, extend_rows
+from fclmodels.methods.parts.springs import extend_rows
 from fclmodels.methods.parts.surrogate import Surrogate, SurrogateSettings, choose_rate
 
 Tensors = dict[str, Tensor]
@@ -43,7 +46,7 @@ class FedSsi(FedAvg):
         alpha: NonNegativeFloat = Field(
             0.1,
             le=1e9,
-            description="weight of the penalty Omega (w - w*)^2; where 2 lr alpha Omega exceeds 2, diverges",
+            description="weight of the penalty Omega (w - w*)^2",
         )
         damping: PositiveFloat = Field(
             1e-3, le=1e6, description="xi, added to squared distances of the surrogate's way"
@@ -73,9 +76,14 @@ class FedSsi(FedAvg):
             {}, {**client.memory, "importance": importance, "centre": {n: surrogate.origin[n] for n in importance}}
         )
 
-    def gradient(self, training: LocalTraining) -> None:
-        """Add 2 alpha Omega (w - w*)."""
-        add_spring_forces(training, "importance", "centre", 2 * self.settings.alpha)
+    @torch.no_grad()
+    def after(self, training: LocalTraining) -> None:
+        """Take the penalty's implicit step: w - w* shrinks by 1 / (1 + 2 lr alpha Omega)."""
+        memory = training.client.memory
+        for name, omega in memory.get("importance", {}).items() if self.settings.alpha else ():
+            if name in training.parameters:
+                w, centre = training.parameters[name][: len(omega)], memory["centre"][name]
+                w.copy_(centre + (w - centre) / (1 + 2 * training.lr * self.settings.alpha * omega))
 
 
 def follow_path(surrogate: Surrogate, samples: Batch) -> tuple[Tensors, Tensors]:

@@ -2,8 +2,8 @@
 
 A client keeps up to `models` models, each with an auxiliary head beside its own: s_i(x), the probability that a sample
 is of the model's tasks. When a task arrives, rho_i is the mean of s_i over its rows. Where some rho_i reaches
-`threshold` the client's first round of the task starts at that model, whose place the new one takes; else at the
-server's, and the new model takes a free place, or that of the lowest rho. Its loss is
+`threshold` the client's first round of the task starts at that model, whose place and head the new one takes; else at
+the server's, and the new model takes a free place, or that of the lowest rho. Its loss is
 
     L = CE + migration sum_i rho_i ||w - w_i||^2
 
@@ -29,6 +29,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from fclmodels.backbones.layers.norms import SharedPolicy
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
@@ -66,6 +67,9 @@ class PFedDil(FedAvg):
     has_global_model = True
 
     class Settings(FedAvg.Settings):
+        batch_norm: SharedPolicy = Field(
+            "average", description="running statistics: average over clients; batch: none; frozen after task 1"
+        )
         models: PositiveInt = Field(5, le=1000, description="models that a client keeps (the paper's d; 5 is ours)")
         threshold: float = Field(
             0.5, ge=0, le=1, description="mean own probability from which a stored model goes on (ours); 1: never"
@@ -144,7 +148,8 @@ class PFedDil(FedAvg):
         place = None
         if present["task"] == client.task:
             place = str(present["place"])
-            models[place] = {"weights": present["weights"], "aux": None, "task": client.task}
+            aux = models[place]["aux"] if present["starts"] else None
+            models[place] = {"weights": present["weights"], "aux": aux, "task": client.task}
         for name, one in models.items():
             backbone = self.load_model(client, one).backbone
             own = extract_in_parts(client, backbone, raw)

@@ -1,11 +1,12 @@
 """Gradients of a loss after fine-tuning with respect to what steers the fine-tuning (FedL2P).
 
 Steps w <- w - r * grad L_T(w), with rates r that depend on meta-parameters theta, end at w_n. Of a validation loss L_V
-at w_n, through the last step alone and as many of its echoes as there are terms:
+at w_n, through the last step alone and its echoes, steps before it with the same slopes and curvature:
 
-    dL_V/dtheta = partial L_V / partial theta + v^T dw_n/dtheta,    v = sum_{j < terms} (I - step H)^j dL_V/dw,
+    dL_V/dtheta = partial L_V / partial theta + v^T dw_n/dtheta,    v = sum_{j < terms} (I - H diag(r))^j dL_V/dw,
 
-H the Hessian of L_T. Products H v are taken by a second backward pass.
+H the Hessian of L_T at w_n. With one term this is the gradient through the last step, and the unrolled one of all steps
+where slopes and curvature stay. Products with H are taken by a second backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +16,21 @@ from torch import Tensor
 
 
 def multiply_neumann(
-    loss: Callable[[Sequence[Tensor]], Tensor], at: Sequence[Tensor], vector: Sequence[Tensor], step: float, terms: int
+    loss: Callable[[Sequence[Tensor]], Tensor],
+    at: Sequence[Tensor],
+    vector: Sequence[Tensor],
+    steps: Sequence[Tensor | float],
+    terms: int,
 ) -> list[Tensor]:
-    """Return sum_{j < terms} (I - step H)^j v, with H the Hessian of a loss of tensors at some values."""
+    """Return sum_{j < terms} (I - H diag(steps))^j v, with H the Hessian of a loss of tensors at some values."""
     total = term = list(vector)
     for _ in range(terms - 1):
         values = [w.detach().requires_grad_(True) for w in at]
         gradients = differentiate(loss(values), values, keep=True)
-        product = sum((g * t).sum() for g, t in zip(gradients, term, strict=True))
+        product = sum((g * r * t).sum() for g, r, t in zip(gradients, steps, term, strict=True))
         assert isinstance(product, Tensor)
         curved = differentiate(product, values)
-        term = [t - step * c for t, c in zip(term, curved, strict=True)]
+        term = [t - c for t, c in zip(term, curved, strict=True)]
         total = [s + t for s, t in zip(total, term, strict=True)]
     return total
 
@@ -58,11 +63,13 @@ def differentiate_tuning(
     before: Sequence[Tensor],
     rates: Sequence[Tensor],
     meta: Sequence[Tensor],
-    step: float,
+    step: float | None,
     terms: int,
     against: bool = False,
 ) -> list[Tensor]:
     """Return dL_V/dtheta by parameter of `meta`, through the step w_n = w - r * grad L_T(w) from w `before`.
+
+    step: in place of r in the series; None: r.
 
     against: subtract v^T d(grad L_T(w_n))/dtheta in place of adding v^T dw_n/dtheta, as FedL2P's release does: the
     implicit function's term, which is taken of w_n as a function of the rates and so turns their sign.
@@ -72,7 +79,8 @@ def differentiate_tuning(
     after = [w.detach() - r * g for w, r, g in zip(before, rates, slopes, strict=True)]
     at = [w.detach().requires_grad_(True) for w in after]
     gradients = differentiate(val_loss(at), [*at, *meta])
-    vector = multiply_neumann(train_loss, at, gradients[: len(at)], step, terms)
+    steps = [r.detach() if step is None else step for r in rates]
+    vector = multiply_neumann(train_loss, at, gradients[: len(at)], steps, terms)
     if against:
         indirect = [-g for g in push(vector, differentiate(train_loss(after), after, keep=True), meta)]
     else:

@@ -150,9 +150,9 @@ class LocalTraining:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The rounds and the local epochs of the task that are over."""
-        client = self.client
-        return client.round, client.round * client.run.params.federation.local_epochs + self._epochs
+        """The rounds and the local epochs of the task that are over; outside of rounds as in the first."""
+        rounds = max(self.client.round, 0)
+        return rounds, rounds * self.client.run.params.federation.local_epochs + self._epochs
 
     @property
     def lr(self) -> float:

@@ -44,9 +44,9 @@ def apply_mask(base: Tensor, mask: Tensor) -> Tensor:
 
 
 def choose_channels(mask: Tensor, share: float) -> Tensor:
-    """Return the channels, int32, whose |m| is above its quantile of this share."""
+    """Return the channels, int32, whose |m| is not below its quantile of this share: of share 0 all, never none."""
     sizes = mask.detach().abs()
-    return (sizes > torch.quantile(sizes, share)).nonzero().flatten().int()
+    return (sizes >= torch.quantile(sizes, share)).nonzero().flatten().int()
 
 
 class DecomposedNetwork(TrainedNetwork):

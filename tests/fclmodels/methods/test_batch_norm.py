@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from fclmodels.backbones.layers.norms import depends_on_batch, list_counters, list_statistics
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.messages import Payload
 from fclmodels.methods.fedavg import FedAvg
+from fclmodels.plugins import find
 from fclmodels.storage import trees
 
 RESNET = ("model.backbone=resnet18", "federation.local_epochs=2")
@@ -142,3 +144,9 @@ def test_a_server_lr_above_one_does_not_carry_statistics_beyond_their_mean(
     variances = [value for name, value in server.weights.items() if name.endswith("running_var")]
     assert variances
     assert all((value > 0).all() for value in variances)
+
+
+@pytest.mark.parametrize("name", ["feddbe", "fedas", "pfeddil"])
+def test_methods_with_a_servers_model_refuse_statistics_that_stay_with_clients(name: str) -> None:
+    with pytest.raises(ValidationError, match="'average', 'batch' or 'frozen'"):
+        find("method", name).Settings(batch_norm="local")

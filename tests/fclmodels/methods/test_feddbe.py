@@ -74,6 +74,19 @@ def test_the_consensus_is_the_mean_over_samples_of_what_clients_saw(
     assert not torch.equal(anew[0].knowledge["consensus"]["mean"], anew[1].knowledge["consensus"]["mean"])
 
 
+def test_the_training_for_the_consensus_has_the_first_rounds_rates(method_of: Callable, client_of: Callable) -> None:
+    settings = ("federation.local_epochs=2", "federation.batch_size=64", "optimizer.lr_decay=0.5")
+    for more in ((), ("optimizer.lr_decay_epochs=1",)):
+        method = method_of(FedDbe, *settings, *more)
+        server = method.start_task(method.setup(), 0)
+        sums = [
+            method.send_mean(client_of(method, 1, 0, number), method.payload(server)).tensors["means"]["sum"]
+            for number in (-1001, 0)
+        ]
+        assert_allclose(*sums, rtol=1e-4, atol=1e-6)
+        assert sums[0].any()
+
+
 def test_a_clients_vector_steps_beside_the_model_and_answers_for_it_alone(
     method_of: Callable, client_of: Callable, federate: Callable
 ) -> None:

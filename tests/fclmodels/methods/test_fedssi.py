@@ -45,12 +45,16 @@ def test_importance_sums_over_tasks_about_the_last_model(
     assert any(name.startswith("heads.") for name in both["importance"]) == (head == "growing")
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1e9])
 def test_a_step_descends_the_penalty_where_there_is_a_spring(
-    method_of: Callable, client_of: Callable, after_each_task: Callable
+    alpha: float, method_of: Callable, client_of: Callable, after_each_task: Callable
 ) -> None:
-    """Against FedAvg's step from the same weights: lr 2 alpha Omega (w - w*) less, new rows as they are."""
+    """Against FedAvg's step from the same weights to w': w* + (w' - w*) / (1 + 2 lr alpha Omega), new rows as w'.
+
+    However stiff, it ends between w' and w*.
+    """
     settings = ("federation.rounds=1", "federation.batch_size=64", "optimizer.lr=0.1")
-    method, plain = method_of(FedSsi, *settings, alpha=0.3), method_of(FedAvg, *settings)
+    method, plain = method_of(FedSsi, *settings, alpha=alpha), method_of(FedAvg, *settings)
     first, _ = after_each_task(method)
     memory = method.add_importance(client_of(method, 1, 0, round=-1), method.payload(first)).memory
     server = method.start_task(first, 1)
@@ -59,9 +63,11 @@ def test_a_step_descends_the_penalty_where_there_is_a_spring(
     theirs = plain.train(client_of(plain, 1, 1), plain.payload(server)).tensors
     weight = ours["weight"]["weight"].item()
     for name, omega in memory["importance"].items():
-        difference = (ours["update"][name] - theirs["update"][name]) / weight
-        assert_allclose(difference[: len(omega)], -0.1 * 2 * 0.3 * omega.numpy() * 0.5, rtol=1e-3, atol=1e-6)
-        assert not difference[len(omega) :].any()
+        own, plains = (server.weights[name] + update["update"][name] / weight for update in (ours, theirs))
+        centre, rows = memory["centre"][name], slice(len(omega))
+        expected = centre + (plains[rows] - centre) / (1 + 0.1 * 2 * alpha * omega)
+        assert_allclose(own[rows], expected, atol=1e-6)
+        assert torch.equal(own[len(omega) :], plains[len(omega) :])
 
 
 @pytest.mark.parametrize(("settings", "tasks"), [({"alpha": 0}, None), ({}, 1)])

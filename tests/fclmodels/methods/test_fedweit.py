@@ -54,6 +54,8 @@ def test_entries_above_a_threshold_are_the_weight_without_the_others(entries: li
 def test_channels_are_those_above_the_quantile() -> None:
     assert choose_channels(torch.tensor([0.1, -5.0, 0.2, 3.0]), 0.3).tolist() == [1, 2, 3]
     assert choose_channels(torch.tensor([0.1, -5.0, 0.2, 3.0]), 0.5).tolist() == [1, 3]
+    assert choose_channels(torch.tensor([0.1, -5.0, 0.2, 3.0]), 0.0).tolist() == [0, 1, 2, 3]
+    assert choose_channels(torch.tensor([0.1]), 0.3).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ def test_a_task_starts_at_the_model_that_knows_it(method_of: Callable, client_of
     follow = client_of(method, 1, 1, 1, memory=answer.memory)
     again = method.prepare_training(follow, method.payload(later)).network.state_dict()
     assert torch.equal(again["backbone.fc1.weight"], later.weights["backbone.fc1.weight"])
+    last = method.store_model(client_of(method, 1, 1, memory=answer.memory), {}).memory["models"]
+    assert last.keys() == {"0"}
+    assert last["0"]["aux"]["bias"] > 40
 
 
 def test_a_clients_models_answer_together(method_of: Callable, client_of: Callable, federate: Callable) -> None:

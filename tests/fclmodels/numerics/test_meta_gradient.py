@@ -1,5 +1,7 @@
 """Gradients through fine-tuning: the worked scalar case of both signs, a Neumann series in NumPy, divergences."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,34 @@ def test_the_series_is_numpys() -> None:
     def loss(w: list[Tensor]) -> Tensor:
         return w[0] @ torch.tensor(H) @ w[0] / 2
 
-    (total,) = multiply_neumann(loss, [torch.zeros(3, dtype=torch.float64)], [torch.tensor(v)], 0.1, 4)
+    (total,) = multiply_neumann(loss, [torch.zeros(3, dtype=torch.float64)], [torch.tensor(v)], [0.1], 4)
     step = np.eye(3) - 0.1 * H
     assert_allclose(total, sum(np.linalg.matrix_power(step, j) @ v for j in range(4)), rtol=1e-10)
+    rates = torch.tensor([0.1, 0.02, 0.3], dtype=torch.float64)
+    (total,) = multiply_neumann(loss, [torch.zeros(3, dtype=torch.float64)], [torch.tensor(v)], [rates], 4)
+    step = np.eye(3) - H @ np.diag(rates)
+    assert_allclose(total, sum(np.linalg.matrix_power(step, j) @ v for j in range(4)), rtol=1e-10)
+
+
+def test_echoes_go_by_the_rates_and_are_the_unrolled_gradient_where_slopes_stay() -> None:
+    """A training loss that is linear, and one of small curvature, after three steps of other rates than 0.1."""
+    scale = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    for curvature, rtol in ((0.0, 1e-12), (1e-3, 5e-3)):
+        rates = [0.02 * scale, 0.5 * scale]
+
+        def train(w: Sequence[Tensor], c: float = curvature) -> Tensor:
+            return 2 * w[0] - w[1] + c * (w[0] + w[1]) ** 2
+
+        def val(w: Sequence[Tensor]) -> Tensor:
+            return (w[0] - 1) ** 2 + (w[1] - 3) ** 2
+
+        values: Sequence[Tensor] = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        path = [values]
+        for _ in range(3):
+            slopes = torch.autograd.grad(train(values), values, create_graph=True)
+            values = [w - r * g for w, r, g in zip(values, rates, slopes, strict=True)]
+            path.append(values)
+        (expected,) = torch.autograd.grad(val(values), scale)
+        before = [w.detach() for w in path[2]]
+        (gradient,) = differentiate_tuning(train, val, before, [0.02 * scale, 0.5 * scale], [scale], None, 3)
+        assert_allclose(gradient, expected, rtol=rtol)
