@@ -22,6 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange
@@ -67,7 +68,13 @@ class FedSsi(FedAvg):
         """Return the memory with the importance of the task that has ended; the answer itself is empty."""
         surrogate = Surrogate(self, client, payload, self.settings)
         arriving = self.run.batches.read_raw(client.rows)
-        measured = divide_path(*follow_path(surrogate, arriving), self.settings.damping)
+        path, way = follow_path(surrogate, arriving)
+        if not all(total.isfinite().all() for total in (*path.values(), *way.values())):
+            raise UserError(
+                f"methods.fedssi: client {client.index}'s surrogate diverged after task {client.task}. "
+                f"Lower methods.fedssi.surrogate_lr, now {surrogate.lr:g}."
+            )
+        measured = divide_path(path, way, self.settings.damping)
         later, old = self.trainable(surrogate.network, client.task + 1), client.memory.get("importance", {})
         importance = {name: new for name, new in measured.items() if name in later}
         for name in importance.keys() & old.keys():

@@ -8,6 +8,7 @@ import torch
 from numpy.testing import assert_allclose
 
 from fclmodels.data.batches import Batch
+from fclmodels.errors import UserError
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedssi import FedSsi, divide_path, follow_path
 from fclmodels.methods.parts.surrogate import Surrogate
@@ -68,6 +69,13 @@ def test_a_step_descends_the_penalty_where_there_is_a_spring(
         expected = centre + (plains[rows] - centre) / (1 + 0.1 * 2 * alpha * omega)
         assert_allclose(own[rows], expected, atol=1e-6)
         assert torch.equal(own[len(omega) :], plains[len(omega) :])
+
+
+def test_a_surrogate_that_diverges_is_an_error_that_names_its_rate(method_of: Callable, client_of: Callable) -> None:
+    method = method_of(FedSsi, surrogate_lr=1e6, **{"lambda": 1.0})
+    server = method.start_task(method.setup(), 0)
+    with pytest.raises(UserError, match=r"client 1's surrogate diverged .* Lower methods\.fedssi\.surrogate_lr"):
+        method.add_importance(client_of(method, 1, round=-1), method.payload(server))
 
 
 @pytest.mark.parametrize(("settings", "tasks"), [({"alpha": 0}, None), ({}, 1)])
