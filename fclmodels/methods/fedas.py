@@ -13,7 +13,8 @@ the model that it last trained (readings personal_*); the server's model has the
 
 In the release all clients of a round align one and the same object in turn; here each has its own. Ours: a client that
 has trained nothing yet aligns to nothing, P is of the present task's rows, rows of new classes begin as the run's seed
-draws them, and T lies within 1e-6 and 1e9. memory: `personal` (head), `base` (all else).
+draws them, and T lies within 1e-6 and 1e9, which is all that bounds a client's share of the mean. memory: `personal`
+(head), `base` (all else).
 """
 
 from collections.abc import Iterable, Mapping
