@@ -20,6 +20,7 @@ from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.plugins import find, load_all
 from fclmodels.storage import trees
+from fclmodels.testing.method_trial import find_needed_settings
 
 MakeExperiment = Callable[..., Experiment]
 Remains = Callable[[Path], dict[str, Any]]
@@ -235,7 +236,7 @@ SUMMED = (
 def test_rules_refuse_by_name_what_is_no_mean(method_of: Callable) -> None:
     for name, why in SUMMED:
         with pytest.raises(UserError, match=rf"federation\.aggregation: krum .*averaged; {name} {why}"):
-            method_of(find("method", name), "federation.aggregation=krum")
+            method_of(find("method", name), *find_needed_settings(find("method", name)), "federation.aggregation=krum")
     method_of(find("method", "stamp"), "federation.aggregation=krum", spatio=False)
 
 
