@@ -1,6 +1,7 @@
 """Card of a method: its own description, and its traffic in a short trial on the embedded digits.
 
-The trial has two tasks of two digits each, three clients and two rounds a task, on a small network.
+The trial has two tasks of two digits each, three clients and two rounds a task, on a small network; what the server
+trains it trains for a few steps, which changes no message's size.
 """
 
 import inspect
@@ -29,7 +30,9 @@ stream: {kind: class-incremental, tasks: 2, classes_per_task: 2}
 partition: {kind: iid, clients: 3, train_share: 0.2}
 model: {backbone: cnn}
 federation: {rounds: 2, executor: serial}
-methods: {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few}
+methods:
+  {glfc: &few {inversion_steps: 2, iterates: 1}, lga: *few, target: &short {g_steps: 1, warmup: 1, student_steps: 1,
+  width: 2}, target-lode: *short, lander: *short, mfcl: {steps: 2, batch: 16}, fed-cil: {consolidation: 1}}
 device: cpu
 """
 VIT = ("model.backbone=vit", "model.patch=2", "model.width=16", "model.depth=5", "model.attention_heads=2")
