@@ -45,7 +45,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fclmodels.backbones.layers.norms import SharedPolicy
-from fclmodels.backbones.model.network import Network, NetworkCache, build_skeleton
+from fclmodels.backbones.model.network import NetworkCache, build_skeleton
 from fclmodels.data.batches import Batch
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.messages import Part, Payload
@@ -87,6 +87,7 @@ class AfFcl(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -150,10 +151,6 @@ class AfFcl(FedAvg):
         return LayeredModel(spec)
 
     # On a client.
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:

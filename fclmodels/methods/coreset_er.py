@@ -6,9 +6,8 @@ final global model (coreset_memory.py), and replays them as `er` does, with equa
 back into training is not said, so that is ours; `random` is the rule that the others have to beat.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -19,7 +18,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.coreset_memory import CoresetMemory, CoresetSettings
-from fclmodels.methods.parts.replay_memory import Replay, descend_both, unpack_samples
+from fclmodels.methods.parts.replay_memory import descend_both, start_replay
 
 
 class CoresetEr(FedAvg):
@@ -32,6 +31,7 @@ class CoresetEr(FedAvg):
         pass
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -48,13 +48,7 @@ class CoresetEr(FedAvg):
         return Answer({}, self.coreset.add_task(client, network))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        samples = unpack_samples(training.client.memory)
-        if samples is not None:
-            training.add(Replay(training.client, samples))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: replayed samples go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+        start_replay(training)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return descend_both(self, training, batch, self.cross_entropy)

@@ -5,6 +5,7 @@ W <- W + eta_g * sum_k n_k (w_k - W) / sum_k n_k. It does nothing against forget
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -40,6 +41,9 @@ class FedAvg(Method):
             description="running statistics: average over clients; local: each client's own; batch: none; "
             "frozen after task 1",
         )
+
+    # Whether earlier tasks' own heads train too: of methods whose samples or images of these tasks go through them.
+    trains_earlier_heads: ClassVar[bool] = False
 
     def __init__(self, settings: BaseSettings, run: Run, network: TrainedNetwork | None = None) -> None:
         if network is None:
@@ -201,7 +205,9 @@ class FedAvg(Method):
         self.network.set_modes(network, self.freezes(task))
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return self.network.trainable(network, task, self.freezes(task))
+        parameters = self.network.trainable(network, task, self.freezes(task))
+        heads = dict(network.heads.named_parameters("heads")) if self.trains_earlier_heads else {}
+        return {**parameters, **heads}
 
     # The loss.
 

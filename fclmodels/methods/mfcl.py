@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
+from fclmodels.backbones.inputs.batch_statistics import capture_statistics
 from fclmodels.backbones.layers.norms import SharedPolicy, list_statistics
 from fclmodels.backbones.model.network import Network, NetworkCache
 from fclmodels.backbones.model.spec import to_local_labels
@@ -47,7 +48,6 @@ from fclmodels.federation.training.optimisers import make_optimiser
 from fclmodels.federation.training.server_training import NetworkTraining, refuse_divergence
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
-from fclmodels.methods.parts.data_free_synthesis import capture_statistics
 from fclmodels.methods.parts.distillation import Teacher
 from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, find_columns, join_heads
 from fclmodels.methods.parts.normalised_generator import NormalisedGenerator, build_normalised_generator

@@ -19,11 +19,10 @@ from functools import partial
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 
 from fclmodels.backbones.inputs.sample_gradients import sample_gradient_norms
 from fclmodels.backbones.layers.norms import use_statistics_of
-from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -50,6 +49,7 @@ class ReFed(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -93,7 +93,3 @@ class ReFed(FedAvg):
         if "samples" not in training.client.memory:
             return super().loss(training, batch)
         return self.cross_entropy_by_task(training.network, training.features(batch), batch.labels, batch.tasks)
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: stored samples go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from fclmodels.backbones.layers.norms import SharedPolicy
@@ -42,7 +42,7 @@ from fclmodels.methods.parts.class_sums import add_up_classes
 from fclmodels.methods.parts.coreset_memory import embed
 from fclmodels.methods.parts.exemplar_memory import ExemplarMemory, ExemplarSettings
 from fclmodels.methods.parts.frozen_backbone import AT_ONCE
-from fclmodels.methods.parts.replay_memory import Replay, descend_both, unpack_samples
+from fclmodels.methods.parts.replay_memory import descend_both, start_replay, unpack_samples
 from fclmodels.numerics.prototypes import moments
 
 MOST_RATING = 4.0  # new rows and stored ones, each at most 1 + 1
@@ -68,6 +68,7 @@ class SrFdil(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -175,13 +176,7 @@ class SrFdil(FedAvg):
         return Answer({"rating": {"rating": torch.stack(means).clamp(min=0)}}, client.memory)
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        samples = unpack_samples(training.client.memory)
-        if samples is not None:
-            training.add(Replay(training.client, samples))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: replayed samples go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+        start_replay(training)
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return descend_both(self, training, batch, self.cross_entropy)

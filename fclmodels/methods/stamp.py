@@ -23,10 +23,9 @@ from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from fclmodels.backbones.layers.norms import leave_statistics
-from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
@@ -82,6 +81,7 @@ class Stamp(FedAvg):
             return self
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -125,10 +125,6 @@ class Stamp(FedAvg):
         samples = unpack_samples(training.client.memory)
         if samples is not None:
             training.add(PastTasks(training.client, samples))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: gradients of their samples go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return the cross entropy in the batch's task, and eq. 7 against the client's prototypes of other classes."""

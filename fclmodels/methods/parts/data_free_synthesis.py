@@ -23,10 +23,9 @@ normalised by the stream's mean and deviation; no task's permutation of pixels i
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from math import ceil, isfinite
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fclmodels.backbones.inputs.batch_statistics import capture_statistics
 from fclmodels.backbones.model.network import Network
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.base import set_torch_threads
@@ -113,6 +113,7 @@ class Synthesis(ServerWork):
         self.student = student
         self.learners = nn.ModuleList([student, *beside]).requires_grad_(True)
         draw_anew(self.learners, run, len(teacher.spec.tasks))
+        self.student_sgd = self.choose_student_sgd()
         self.student_optimiser = self.make_student_optimiser()
         self.sizes = [len(labels) for labels in teacher.spec.head_labels]
         self.past: Statistics | None = None
@@ -149,9 +150,8 @@ class Synthesis(ServerWork):
         """Return the student's optimiser."""
         return make_optimiser(self.student_sgd, list(self.learners.parameters()), 0)
 
-    @property
-    def student_sgd(self) -> OptimizerSettings:
-        """The student's SGD: the release's, or without batch normalisation, where that diverges, a slow one."""
+    def choose_student_sgd(self) -> OptimizerSettings:
+        """Return the student's SGD: the release's, or without batch normalisation, where that diverges, a slow one."""
         if any(isinstance(module, _BatchNorm) for module in self.student.modules()):
             return self.student_settings
         return self.student_settings.model_copy(update=SLOW)
@@ -260,32 +260,6 @@ def enlarge(pixels: Tensor, shape: Sequence[int]) -> Tensor:
         return pixels
     scaled = pixels if pixels.is_floating_point() else pixels.float() / 255
     return interpolate(scaled, tuple(shape[1:]), mode="bilinear", align_corners=False)
-
-
-class Captured(NamedTuple):
-    """Statistics of a network's batch normalisations: of the batch that passed last, and the running ones."""
-
-    batch: Statistics
-    running: Statistics
-
-
-@contextmanager
-def capture_statistics(network: nn.Module) -> Iterator[Captured]:
-    """While open, note mean and variance [channels] of what enters each layer that has running statistics."""
-    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
-    captured = Captured([], [(layer.get_buffer("running_mean"), layer.get_buffer("running_var")) for layer in layers])
-
-    def note(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        others = [axis for axis in range(args[0].dim()) if axis != 1]
-        variance, mean = torch.var_mean(args[0], others, correction=0)
-        captured.batch.append((mean, variance))
-
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
-        yield captured
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from fclmodels.backbones.layers.norms import SharedPolicy
@@ -71,6 +71,7 @@ class Distilled(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
     list_lessons: Callable[[Client, Payload], Sequence[Lesson]]  # of a client that has downloaded this payload
     downloads_last_model = True
 
@@ -92,10 +93,6 @@ class Distilled(FedAvg):
             for networks, (loss_weight, weights) in zip(self.teacher_networks, lessons, strict=False)
         ]
         training.add(Teachers(teachers))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network

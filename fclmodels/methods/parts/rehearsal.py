@@ -79,6 +79,7 @@ class Rehearsed(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
     # Whether the nearest mean of exemplars answers in the head's place.
     answers_by_means: ClassVar[bool] = False
 
@@ -200,9 +201,7 @@ class Rehearsed(FedAvg):
         return join_heads(network, training.features(batch)), labels
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: exemplars go through them."""
-        heads = dict(network.heads.named_parameters("heads"))
-        return self.select_parameters({**super().trainable(network, task), **heads})
+        return self.select_parameters(super().trainable(network, task))
 
     def select_parameters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return those of the network's parameters that train."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
@@ -42,6 +42,7 @@ class Replaying(FedAvg):
         pass
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -56,13 +57,14 @@ class Replaying(FedAvg):
         return Answer({}, add_task(client, self.settings))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        samples = unpack_samples(training.client.memory)
-        if samples is not None:
-            training.add(Replay(training.client, samples))
+        start_replay(training)
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too: replayed samples go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+
+def start_replay(training: LocalTraining) -> None:
+    """Let a training replay what its client has stored, if anything."""
+    samples = unpack_samples(training.client.memory)
+    if samples is not None:
+        training.add(Replay(training.client, samples))
 
 
 def descend_both(

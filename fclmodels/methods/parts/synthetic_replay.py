@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.layers.norms import SharedPolicy, list_statistics
@@ -63,6 +63,7 @@ class SyntheticReplay(FedAvg):
         )
 
     settings: Settings
+    trains_earlier_heads = True
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
@@ -182,10 +183,6 @@ class SyntheticReplay(FedAvg):
             training.add(Teacher(last, anchor, 1.0))
             size = self.settings.synthetic_batch or self.run.params.federation.batch_size
             training.add(SyntheticImages(training.client, payload[SYNTHETIC].tensors["images"], size))
-
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        """Return earlier tasks' own heads too."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         loss = self.learn(training, training.features(batch), batch.labels)

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from fclmodels.backbones.inputs.batch_statistics import Captured, capture_statistics
 from fclmodels.backbones.layers.norms import list_statistics
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.methods.parts.coreset_choice.candidates import Candidates, measure_losses
-from fclmodels.methods.parts.data_free_synthesis import Captured, capture_statistics
 from fclmodels.numerics.data_free import measure_statistics_gap
 from fclmodels.settings.base import Settings as BaseSettings
 

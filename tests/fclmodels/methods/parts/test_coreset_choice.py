@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from fclmodels.backbones.inputs.batch_statistics import Captured, capture_statistics
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
@@ -28,7 +29,6 @@ from fclmodels.methods.parts.coreset_choice.recovered_images import (
     weigh_statistics,
 )
 from fclmodels.methods.parts.coreset_choice.reducible_loss import CsrelSettings, choose_by_reducible_loss
-from fclmodels.methods.parts.data_free_synthesis import Captured, capture_statistics
 from fclmodels.methods.stamp import Stamp
 from fclmodels.numerics.coreset_choice import project_onto_simplex
 from fclmodels.testing.tiny_splits import VIT
