@@ -224,7 +224,7 @@ class Method:
     # Hooks of the local training loop (training/local_training.py), and of a network when it is built.
 
     trainable: Callable[[Network, int], dict[str, nn.Parameter]]  # the parameters that a task's local training moves
-    freezes: Callable[[int], bool]  # whether what settings freeze after the first task is frozen in a task
+    freezes: Callable[[int], bool]  # whether what settings freeze is frozen in a task
     set_modes: Callable[[Network, int], None]  # training mode, but for what is frozen in a task
     loss: Callable[[LocalTraining, Batch], Tensor]  # of a batch, to be differentiated
     step: Callable[[LocalTraining, dict[str, Tensor]], dict[str, Tensor]] | None = None

@@ -198,8 +198,8 @@ class FedAvg(Method):
         self.network.prepare(network)
 
     def freezes(self, task: int) -> bool:
-        """Return whether what settings freeze after the first task is frozen in this one."""
-        return task > 0
+        """Return whether what settings freeze, after the first task or from the start, is frozen in this one."""
+        return task >= self.run.params.model.freeze_after
 
     def set_modes(self, network: Network, task: int) -> None:
         self.network.set_modes(network, self.freezes(task))

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fclmodels.backbones.layers.norms import FromScratch
-from fclmodels.backbones.model.network import Network
+from fclmodels.backbones.model.network import Network, list_frozen
 from fclmodels.data.batches import Batch
 from fclmodels.data.splits.split_reader import Rows
 from fclmodels.federation.server import Server
@@ -53,10 +53,12 @@ class Joint(FedAvg):
         return {client: len(splits.select_rows(task, "train", client)) * size for client in splits.list_clients(task)}
 
     def freezes(self, task: int) -> bool:
-        return False
+        """Return whether blocks are frozen from the start: those that freeze after a task would hold back its model."""
+        return self.run.params.model.freeze_after == 0
 
     def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return dict(network.named_parameters())
+        frozen = list_frozen(network.spec, network) if self.freezes(task) else set()
+        return {name: parameter for name, parameter in network.named_parameters() if name not in frozen}
 
     def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network

@@ -44,7 +44,8 @@ class SingleTask(FedAvg):
         return self.run.params.federation.server_lr
 
     def freezes(self, task: int) -> bool:
-        return False
+        """Return whether blocks are frozen from the start: each task begins anew, so none is the second."""
+        return self.run.params.model.freeze_after == 0
 
     def columns(self, server: Server) -> Columns:
         return Columns.order_by_task(server.spec, self.run.device)

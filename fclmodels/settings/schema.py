@@ -76,6 +76,10 @@ class BackboneSettings(Settings):
         "seen", description="classes in the training loss: all seen so far, or the current task's"
     )
     freeze: tuple[str, ...] = Field((), description="blocks of the backbone that are frozen after the first task")
+    freeze_after: Literal[0, 1] = Field(
+        1,
+        description="tasks before they freeze, and with batch_norm: frozen all statistics; 0: none, of pretrained ones",
+    )
     keep_frozen: bool = Field(
         False,
         description="store activations of frozen first blocks on disk: computed once a task for each sample",

@@ -20,8 +20,9 @@ PUBLISHERS = {
     "torchvision": Publisher(  # of ImageNet, its first 1,000 classes
         "https://download.pytorch.org/models/",
         {
-            "alexnet": "alexnet-owt-7be5be79.pth",
+            "mobilenet-v2": "mobilenet_v2-b0353104.pth",  # the first of two trainings, as of resnet50
             "resnet18": "resnet18-f37072fd.pth",
+            "resnet50": "resnet50-0676ba61.pth",
             "swin-t": "swin_t-704ceda3.pth",
             "vit": "vit_b_16-c867db91.pth",
         },

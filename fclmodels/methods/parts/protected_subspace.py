@@ -5,7 +5,7 @@ knowledge: `bases` {layer: O [d, r]}, columns appended task by task; `ranks` {la
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -172,11 +172,10 @@ class ProtectedSubspace:
         return observe_inputs(network, layers, inputs(), len(rows), self.settings.patches, random, column_limit)
 
     def _protects(self, layer: str) -> bool:
-        place, block = layer.split(".")[:2]
-        if place == "heads":
+        if layer.startswith("heads."):
             return self._protects_head
         protect = self.settings.protect
-        return block not in self.run.params.model.freeze and (protect is None or block in protect)
+        return not _lies_in(layer, self.run.params.model.freeze) and (protect is None or _lies_in(layer, protect))
 
     @property
     def _protects_head(self) -> bool:
@@ -208,6 +207,11 @@ class ProtectedSubspace:
             if block not in network.backbone.blocks:
                 hint = suggest_name(block, network.backbone.blocks)
                 raise UserError(f"methods.{self.method}.protect: {block} is not a block of this backbone. {hint}")
+
+
+def _lies_in(layer: str, blocks: Sequence[str]) -> bool:
+    """Return whether a layer of the backbone is one of these blocks or a part of one."""
+    return f"{layer}.".startswith(tuple(f"backbone.{block}." for block in blocks))
 
 
 def measure_energy(X: LayerInputs, basis: Tensor, samples: int) -> Tensor:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fclmodels.backbones.resnet18 import Conv3x3, ResNet18
+from fclmodels.backbones.layers.residual import Conv3x3
+from fclmodels.backbones.resnet18 import ResNet18
 from fclmodels.errors import UserError
 from fclmodels.optional.torchvision import import_torchvision
 

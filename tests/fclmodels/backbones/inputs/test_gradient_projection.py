@@ -9,7 +9,8 @@ from torch import nn
 
 from fclmodels.backbones.inputs.gradient_projection import Projection, split_by_width
 from fclmodels.backbones.inputs.layer_capture import find_layers
-from fclmodels.backbones.resnet18 import Conv3x3, ResNet18
+from fclmodels.backbones.layers.residual import Conv3x3
+from fclmodels.backbones.resnet18 import ResNet18
 
 EXACT = 1e-10
 

@@ -16,6 +16,7 @@ from fclmodels.methods.er import Er
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.joint import Joint
+from fclmodels.methods.single_task import SingleTask
 
 FRZ = ("model.backbone=resnet18", "model.freeze=[conv1, bn1, layer1, layer2]")
 VIT = (
@@ -69,6 +70,19 @@ def test_they_are_computed_once_a_task_by_each_client(
     clients = method.participants(1)
     assert asked == [(len(method.rows(1, client)), 4) for client in clients]
     assert len(list((tmp_path / "home" / "activations").iterdir())) == len(clients)
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedProTIP, Joint, SingleTask])
+def test_pretrained_blocks_are_frozen_from_the_start(kind: type[FedAvg], method_of: Any, federate: Any) -> None:
+    """Weights and running statistics of the first task too; the others are trained."""
+    method = method_of(kind, *FRZ, "model.freeze_after=0", batch_norm="average")
+    before, after = method.setup().weights, federate(method, tasks=1).weights
+    frozen = tuple(f"backbone.{block}." for block in ("conv1", "bn1", "layer1", "layer2"))
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith(frozen)} <= still
+    assert {name for name in still if not name.startswith(frozen)} <= {
+        n for n in before if n.endswith("batches_tracked")
+    }
 
 
 def test_what_changes_is_not_still(method_of: Any) -> None:
