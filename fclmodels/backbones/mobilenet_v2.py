@@ -16,13 +16,11 @@ from torch.nn import functional as F
 
 from fclmodels.backbones.base import Backbone, FeatureNet
 from fclmodels.backbones.layers.norms import Norm, make_norm
-from fclmodels.errors import UserError
 from fclmodels.settings.schema import BackboneSettings
 
 # Of each stage: expansion, filters, blocks, stride of the first block.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 STEM, LAST = 32, 1280
-LEAST = 8  # pixels
 
 
 class MobileNetV2(Backbone):
@@ -42,13 +40,7 @@ class MobileNetV2(Backbone):
     settings: Settings
 
     def build(self, shape: tuple[int, ...]) -> FeatureNet:
-        channels, *sides = shape
-        if min(sides) < LEAST:
-            raise UserError(
-                f"model.backbone: mobilenet-v2 needs images of at least {LEAST}x{LEAST} pixels, these are "
-                f"{sides[0]}x{sides[1]}. Set data.size: 32, or take another backbone."
-            )
-        return MobileNetV2Net(channels, self.settings)
+        return MobileNetV2Net(shape[0], self.settings)
 
 
 class MobileNetV2Net(FeatureNet):

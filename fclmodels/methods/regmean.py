@@ -76,7 +76,7 @@ class RegMean(FedAvg):
         form, layers = super().update_form(task, round), self.find_merged(task)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in layers.items():
-            shapes[f"times.{name}"] = layer.module.weight.shape[0], layer.width
+            shapes[f"times.{name}"] = layer.outputs, layer.width
             shapes[f"gram.{name}"] = (layer.width,) if self.is_diagonal(layer) else (layer.width, layer.width)
         merged = {layer.weight for layer in layers.values()}
         averaged = {name: tensor for name, tensor in form["update"].tensors.items() if name not in merged}

@@ -3,9 +3,11 @@
 A layer's weight gradient is G = delta X^T: delta [out, n] of its outputs, X [d, n] of its inputs, n columns a batch.
 Projected it is G - G O O^T = delta X*^T with X* = X - O O^T X, the same to rounding. So the narrower of G [out, d] and
 X^T [n, d] is projected, onto the complement of O where that has fewer columns than O.
+
+Of a grouped convolution each group's gradient is projected by the group's own basis, all groups in one batched product.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,23 +73,59 @@ class ProtectedLayer:
 
     def has_fewer_columns(self, batch_size: int) -> bool:
         """Return whether a batch of this size has fewer columns than the layer has outputs."""
-        module = self.layer.module
-        ungrouped = isinstance(module, nn.Linear) or module.groups == 1
-        return ungrouped and batch_size * self.layer.columns_per_sample < len(module.weight)
+        return batch_size * self.layer.columns_per_sample < self.layer.outputs
+
+
+@dataclass(frozen=True)
+class ProtectedGroups:
+    """A grouped convolution, and the spans that steps of its groups must not act on.
+
+    Group g's part G_g [out/groups, d] of a step becomes a_g G_g + b_g G_g M_g M_g^T: by a basis M of its span a = 1
+    and b = -1, by one of the span's complement a = 0 and b = 1, where nothing is protected a = 1 and b = 0. Columns of
+    zeros fill up the narrower M: groups x d x r numbers, r being the most columns of a group, which are at most d/2.
+    """
+
+    layer: Layer  # one of the groups
+    columns: Tensor  # M [groups, d, r]
+    factors: Tensor  # a and b [2, groups, 1, 1]
+
+    @staticmethod
+    def of(groups: Mapping[int, ProtectedLayer]) -> "ProtectedGroups":
+        """Join the protected ones among the groups of a convolution."""
+        layer = next(iter(groups.values())).layer
+        matrices = {group: span.basis if span.basis is not None else span.complement for group, span in groups.items()}
+        like = next(matrix for matrix in matrices.values() if matrix is not None)
+        columns = like.new_zeros(layer.groups, layer.width, max(len(m.T) for m in matrices.values() if m is not None))
+        factors = like.new_tensor([1.0, 0.0])[:, None].repeat(1, layer.groups)
+        for group, matrix in matrices.items():
+            assert matrix is not None
+            columns[group, :, : len(matrix.T)] = matrix
+            factors[:, group] = like.new_tensor([1, -1] if groups[group].basis is not None else [0, 1])
+        return ProtectedGroups(layer, columns, factors[:, :, None, None])
+
+    def project_(self, change: Tensor) -> None:
+        """Remove the parts that act on the spans from a tensor of the weight's shape; taps without data stay."""
+        live = self.layer.select_taps(change)
+        G = live.reshape(self.layer.groups, self.layer.outputs, self.layer.width)
+        keeps, adds = self.factors
+        live.copy_((keeps * G + adds * torch.bmm(torch.bmm(G, self.columns), self.columns.mT)).view_as(live))
 
 
 class Projection:
     """Keeps training from acting on the spans of some layers of a network."""
 
     def __init__(self, layers: dict[str, Layer], bases: dict[str, Tensor], complements: dict[str, Tensor]) -> None:
-        bases, complements = (
-            {name: pad_columns(basis) for name, basis in side.items()} for side in (bases, complements)
-        )
-        self.protected = {
-            layer.weight: ProtectedLayer(layer, bases.get(name), complements.get(name))
-            for name, layer in layers.items()
-            if name in complements or (name in bases and bases[name].shape[1])
-        }
+        self.protected: dict[str, ProtectedLayer | ProtectedGroups] = {}
+        groups: dict[str, dict[int, ProtectedLayer]] = {}
+        for name, layer in layers.items():
+            if name in complements or (name in bases and bases[name].shape[1]):
+                sides = bases.get(name), complements.get(name)
+                if layer.groups == 1:
+                    padded = (None if side is None else pad_columns(side) for side in sides)
+                    self.protected[layer.weight] = ProtectedLayer(layer, *padded)
+                else:
+                    groups.setdefault(layer.weight, {})[layer.group] = ProtectedLayer(layer, *sides)
+        self.protected |= {name: ProtectedGroups.of(spans) for name, spans in groups.items()}
         self._projected_in_backward: set[str] = set()
 
     @contextmanager
@@ -96,8 +134,12 @@ class Projection:
 
         That is the whole gradient of these weights as long as the loss depends on them through their layers alone.
         """
-        few = {name: span for name, span in self.protected.items() if span.has_fewer_columns(batch_size)}
-        modules = {name: network.get_submodule(span.layer.name) for name, span in few.items()}
+        few = {
+            name: span
+            for name, span in self.protected.items()
+            if isinstance(span, ProtectedLayer) and span.has_fewer_columns(batch_size)
+        }
+        modules = {name: network.get_submodule(span.layer.module_name) for name, span in few.items()}
         self._projected_in_backward = set(few)
         try:
             for name, module in modules.items():
@@ -126,11 +168,10 @@ class Projection:
     @torch.no_grad()
     def compute_protected_part(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return C = W O O^T of each protected weight, which no projected step changes; 0 at taps without data."""
-        parts = {}
+        projected = {name: weights[name].clone() for name in self.protected}
         for name, span in self.protected.items():
-            W = span.layer.to_matrix(weights[name])
-            parts[name] = span.to_weight(W - span.remove_span(W))
-        return parts
+            span.project_(projected[name])
+        return {name: weights[name] - rest for name, rest in projected.items()}
 
 
 def project_update(

@@ -9,14 +9,21 @@ from typing import Any
 import polars as pl
 from torch import Tensor
 
+from fclmodels.backbones.inputs.layer_names import find_module_name
 from fclmodels.federation.monitors.rows import make_row, make_table
 from fclmodels.numerics.subspace import used_share
 from fclmodels.settings.schema import MonitorSettings
 
 
 def measure_used_shares(bases: dict[str, Tensor], task: int) -> pl.DataFrame:
-    """Return the rows used_share of each layer and of their mean; no rows where there are no bases."""
-    shares: dict[str | None, float] = {layer: used_share(basis) for layer, basis in bases.items()}
+    """Return the rows used_share of each layer and of their mean; no rows where there are no bases.
+
+    Of a grouped convolution it is the mean over its groups.
+    """
+    by_module: dict[str, list[float]] = {}
+    for layer, basis in bases.items():
+        by_module.setdefault(find_module_name(layer), []).append(used_share(basis))
+    shares: dict[str | None, float] = {name: sum(of) / len(of) for name, of in by_module.items()}
     if shares:
         shares[None] = sum(shares.values()) / len(shares)
     return make_table([make_row("used_share", task, share, layer=layer) for layer, share in shares.items()])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels.backbones.inputs.layer_capture import Layer, watch_layers
+from fclmodels.backbones.inputs.layer_names import find_module_name
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.federation.messages import Part, make_outline
@@ -36,10 +37,12 @@ def sum_inputs(
     diagonal: the layers of which only squares are summed; convolutions: those whose inputs are unfolded.
     """
     grams = {name: torch.zeros((d,) if name in diagonal else (d, d), dtype=torch.float64) for name, d in widths.items()}
+    layers: dict[str, list[str]] = {}
+    for name in widths:
+        layers.setdefault(find_module_name(name), []).append(name)
 
     def add(name: str, module: nn.Module, x: Tensor) -> None:
-        layer = name.removeprefix(prefix)
-        if layer in grams:
+        for layer in layers.get(name.removeprefix(prefix), ()):
             X = (convolutions[layer].unfold(x).T if layer in convolutions else x.flatten(0, -2)).double()
             new = X.square().sum(0) if layer in diagonal else X.T @ X
             grams[layer] += new.cpu()

@@ -16,6 +16,7 @@ from torch import Tensor
 from fclmodels.backbones.inputs.gradient_projection import project_update, split_by_width
 from fclmodels.backbones.inputs.layer_capture import BATCH, Layer, find_layers, observe_inputs
 from fclmodels.backbones.inputs.layer_inputs import LayerInputs
+from fclmodels.backbones.inputs.layer_names import find_module_name
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError, suggest_name
@@ -122,8 +123,13 @@ class ProtectedSubspace:
         return [*self._list_full_layers(knowledge), *self._list_layers_without_room(knowledge["bases"])]
 
     def _list_full_layers(self, knowledge: Any) -> list[str]:
-        widths = {name: basis.shape[0] for name, basis in knowledge["bases"].items()}
-        full = {name: [rank >= FULL * widths[name] for rank in ranks] for name, ranks in knowledge["ranks"].items()}
+        widths: dict[str, int] = {}
+        ranks: dict[str, list[int]] = {}
+        for name, basis in knowledge["bases"].items():
+            module, of_tasks = find_module_name(name), knowledge["ranks"][name]
+            widths[module] = widths.get(module, 0) + basis.shape[0]
+            ranks[module] = [a + b for a, b in zip(ranks.get(module, [0] * len(of_tasks)), of_tasks, strict=True)]
+        full = {name: [rank >= FULL * widths[name] for rank in of_tasks] for name, of_tasks in ranks.items()}
         for task, filled in enumerate(map(sum, zip(*full.values(), strict=True)), 1):
             if 2 * filled > len(widths):
                 return [

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
+from fclmodels.backbones.inputs.layer_names import find_module_name
 from fclmodels.errors import UserError
 from fclmodels.report.charts.scatter_charts import Plane, Spot, draw_map
 from fclmodels.report.read_runs import Group, RunFolder
@@ -58,7 +59,10 @@ def load_used_shares(run: RunFolder) -> pl.DataFrame:
         shapes = trees.load_shapes(files[-1])
         if "ranks" not in shapes:
             return monitored
-        shares = {layer: np.array(ranks) / shapes["bases"][layer][0] for layer, ranks in shapes["ranks"].items()}
+        groups: dict[str, list[np.ndarray]] = {}
+        for layer, ranks in shapes["ranks"].items():
+            groups.setdefault(find_module_name(layer), []).append(np.array(ranks) / shapes["bases"][layer][0])
+        shares = {module: np.mean(of_groups, axis=0) for module, of_groups in groups.items()}
         of_layers = [*shares.items(), (None, np.mean(list(shares.values()), axis=0))] if shares else []
     rows = [
         {"monitor": "used_share", "task": task, "layer": layer, "value": float(share)}

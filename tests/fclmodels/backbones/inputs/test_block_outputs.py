@@ -14,7 +14,9 @@ from fclmodels.plugins import load_all
 SETTINGS = {
     "mlp": {"hidden": 7, "dropout": [0, 0]},
     "cnn": {"width": 3, "features": 5},
+    "mobilenet_v2": {"width": 0.1},
     "resnet18": {"width": 2, "stem": "cifar"},
+    "resnet50": {"width": 2, "stem": "cifar"},
     "alexnet": {},
     "vit": {"patch": 8, "width": 8, "depth": 2, "attention_heads": 2, "mlp_width": 9},
     "convit": {"patch": 8, "width": 8, "depth": 2, "attention_heads": 2},

@@ -48,16 +48,20 @@ def projected(network, x, projection, batch_size):
 
 
 def plain(layers, result, bases):
-    """G - G Phi Phi^T in NumPy; Phi has rows of zeros where the kernel has taps that never see data."""
+    """G - G Phi Phi^T in NumPy; Phi has rows of zeros where the kernel has taps that never see data.
+
+    Of a grouped convolution each group has its own rows of G, and its own Phi.
+    """
     expected = {name: gradient.numpy().copy() for name, gradient in result.items()}
     for name, Phi in bases.items():
         layer = layers[name]
         shape = layer.module.weight.shape
-        places = layer.select_live(torch.arange(shape[1:].numel()).view(1, *shape[1:])).flatten()
+        places = layer.select_taps(torch.arange(shape[1:].numel()).view(1, *shape[1:])).flatten()
         whole = np.zeros((shape[1:].numel(), Phi.shape[1]))
         whole[places] = Phi.numpy()
-        G = expected[layer.weight].reshape(shape[0], -1)
-        expected[layer.weight] = (G - G @ whole @ whole.T).reshape(shape)
+        groups = np.split(expected[layer.weight].reshape(shape[0], -1), layer.groups)
+        groups[layer.group] = groups[layer.group] - groups[layer.group] @ whole @ whole.T
+        expected[layer.weight] = np.concatenate(groups).reshape(shape)
     return expected
 
 

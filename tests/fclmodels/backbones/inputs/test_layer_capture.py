@@ -44,7 +44,8 @@ class Alone(nn.Module):
 
 
 def alone(module: nn.Module, *shape: int) -> layer_capture.Layer:
-    return find_layers(Alone(module), shape)["backbone.0"]
+    """The layer, or of a grouped convolution its last group."""
+    return list(find_layers(Alone(module), shape).values())[-1]
 
 
 def columns_of(observed: LayerInputs) -> torch.Tensor:
@@ -75,9 +76,9 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Conv2d, tuple[int, int, int]]:
 
 
 def unfolded(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """By nn.Unfold, all taps: [d, B, positions, groups]."""
+    """By nn.Unfold, all taps of the last group: [d, B, positions]."""
     unfold = nn.Unfold(conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-    return torch.stack([unfold(part).transpose(0, 1) for part in x.chunk(conv.groups, dim=1)], dim=-1)
+    return unfold(x.chunk(conv.groups, dim=1)[-1]).transpose(0, 1)
 
 
 @given(drawn=convolutions(), batch=st.integers(1, 3), last=st.booleans())
@@ -87,7 +88,7 @@ def test_columns_are_those_of_unfold(drawn, batch, last):
     x = data(batch, *shape)
     x = x.contiguous(memory_format=torch.channels_last) if last else x[:, :, :, :]
     every = unfolded(conv, x)
-    taps = layer.select_live(torch.arange(conv.weight[0].numel()).view(1, *conv.weight.shape[1:])).flatten()
+    taps = layer.select_taps(torch.arange(conv.weight[0].numel()).view(1, *conv.weight.shape[1:])).flatten()
     assert layer.width == len(taps)
     assert layer.columns_per_sample == every[0, 0].numel()
     assert layer.count_columns(x) == every[0].numel()
@@ -98,14 +99,15 @@ def test_columns_are_those_of_unfold(drawn, batch, last):
 def test_live_taps_are_the_least_rectangle_of_those_that_can_see_data(drawn):
     conv, shape = drawn
     layer = alone(conv, *shape)
-    observed = unfolded(conv, torch.ones(1, *shape, dtype=torch.float64)).any(dim=(1, 2, 3)).view(conv.weight.shape[1:])
+    observed = unfolded(conv, torch.ones(1, *shape, dtype=torch.float64)).any(dim=(1, 2)).view(conv.weight.shape[1:])
     live = torch.zeros_like(conv.weight)
     layer.select_live(live).fill_(1)
     assume(observed.any())
     rows, columns = observed[0].any(dim=1).nonzero(), observed[0].any(dim=0).nonzero()
     expected = torch.zeros_like(observed)
     expected[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1] = True
-    assert torch.equal(live[0].bool(), expected)
+    assert all(torch.equal(of_filter.bool(), expected) for of_filter in live[-layer.outputs :])
+    assert not live[: -layer.outputs].any()
 
 
 @pytest.mark.parametrize(
@@ -125,13 +127,13 @@ def test_live_taps_of_known_layers(kernel, stride, padding, side, live):
 @given(drawn=convolutions(), batch=st.integers(1, 3))
 def test_the_weight_times_the_columns_is_the_output(drawn, batch):
     conv, shape = drawn
-    layer = alone(conv, *shape)
     x = data(batch, *shape)
-    outputs = conv(x)
-    columns = layer.unfold(x).view(layer.width, batch, -1, conv.groups)
-    for group, W in enumerate(layer.to_matrix(conv.weight).chunk(conv.groups)):
-        result = torch.einsum("od,dbp->bop", W, columns[..., group]).view_as(outputs.chunk(conv.groups, 1)[group])
-        assert_allclose(result.detach(), outputs.chunk(conv.groups, 1)[group].detach(), atol=1e-12)
+    layers = find_layers(Alone(conv), shape)
+    assert len(layers) == conv.groups
+    for layer, right in zip(layers.values(), conv(x).chunk(conv.groups, 1), strict=True):
+        columns = layer.unfold(x).view(layer.width, batch, -1)
+        result = torch.einsum("od,dbp->bop", layer.to_matrix(conv.weight), columns).view_as(right)
+        assert_allclose(result.detach(), right.detach(), atol=1e-12)
 
 
 @given(drawn=convolutions(), batch=st.integers(1, 3), seed=SEEDS)
