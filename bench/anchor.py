@@ -21,7 +21,7 @@ LIMIT = 1.02
 def measure_steps(name: str, turns: int) -> Iterator[Row]:
     with open_run(WORKS[name]) as run, closing(run_rounds(run, "fedavg", start_serial, 0)) as rounds:
         special = build_method(run, "special")
-        server = special.start_task(special.setup(), 0)
+        server = special.start_task(special.create_server(), 0)
         anchor = {key: weights.clone() for key, weights in server.weights.items()}
         anchored = replace(server, knowledge={"anchor": anchor})
         sides = {

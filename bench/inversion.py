@@ -33,11 +33,11 @@ def main() -> None:
     settings = reading.load_method_settings(params, "glfc")
     with tempfile.TemporaryDirectory() as folder:
         method = Glfc(settings, Run.on(params, Splits.open(make_splits(params, Path(folder))), 0))
-        server = method.start_task(method.setup(), 0)
+        server = method.start_task(method.create_server(), 0)
         errors, moved, right, seconds = [], [], [], []
-        for index in method.participants(0)[: options.clients]:
-            client = Client(index, 0, -1001, method.run, method.rows(0, index), {})
-            training = method.prepare_training(client, method.payload(server))
+        for index in method.list_participants(0)[: options.clients]:
+            client = Client(index, 0, -1001, method.run, method.select_rows(0, index), {})
+            training = method.prepare_training(client, method.make_payload(server))
             training.run()
             samples = method.run.batches.prepare_inputs(method.run.batches.read_raw(client.rows))
             gradients = method.proxy.make_gradients(training.network, samples)

@@ -45,12 +45,12 @@ class Judge:
 
     def __call__(self, client: Client, payload: Payload) -> Answer:
         answer = self.train(client, payload)
-        if client.task == self.tasks - 1 and client.round == self.method.run.rounds(client.task) - 1:
+        if client.task == self.tasks - 1 and client.round == self.method.run.count_rounds(client.task) - 1:
             splits = self.method.run.splits
             weight = float(answer.tensors["weight"]["weight"])
             moved = {name: change / weight for name, change in answer.tensors["update"].items()}
             weights = {n: w + moved[n] if n in moved else w for n, w in payload["weights"].tensors.items()}
-            server = Server(self.method.run.spec(self.tasks), weights, client.task)
+            server = Server(self.method.run.make_spec(self.tasks), weights, client.task)
             own = [splits.select_test_rows(task, client.index) for task in range(self.tasks)]
             everyones = [splits.select_test_rows(task) for task in range(self.tasks)]
             self.accuracies.append((self.accuracy(server, own), self.accuracy(server, everyones)))
@@ -58,7 +58,9 @@ class Judge:
 
     def accuracy(self, server: Server, rows: Sequence[Rows]) -> float:
         method = self.method
-        table = read(method.run, method.predictor(server), method.columns(server), rows, self.tasks, alone=False)
+        table = read(
+            method.run, method.make_predictor(server), method.list_columns(server), rows, self.tasks, alone=False
+        )
         return float(acc(accuracy_matrix(table.accuracy, READING)))
 
 

@@ -23,7 +23,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.network = WORK.network()
 
-    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self.train()
         return nn.functional.cross_entropy(self.network(inputs), labels)
 

@@ -24,8 +24,8 @@ def measure_epoch(label: str, name: str, side: int, images: int, turns: int) -> 
     work = replace(WORKS["w4"], clients=1, samples=images, batch=32, shape=(3, side, side))
     with open_run(work) as run:
         method = build_method(run, name)
-        server = method.start_task(method.setup(), 0)
-        client, payload = Client(0, 0, 0, method.run, method.rows(0, 0), {}), method.payload(server)
+        server = method.start_task(method.create_server(), 0)
+        client, payload = Client(0, 0, 0, method.run, method.select_rows(0, 0), {}), method.make_payload(server)
         backbone = method.network
         kept_queries, no_queries, encode = (backbone.queries, backbone.below), (None, None), backbone.frozen.encode
 

@@ -23,7 +23,7 @@ PARAMS = Path("params.yaml")
 
 def draw_scores(method: ReFed, surrogate: object, samples: object) -> torch.Tensor:
     """Return random numbers in place of scores."""
-    return torch.rand(len(samples.labels), generator=surrogate.client.generator("random"))  # type: ignore[attr-defined]
+    return torch.rand(len(samples.labels), generator=surrogate.client.make_generator("random"))  # type: ignore[attr-defined]
 
 
 def main() -> None:

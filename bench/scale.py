@@ -64,7 +64,7 @@ def tasks() -> Iterator[str]:
     for count in (1, 2, 5, 10):
         with open_run(replace(WORKS["w2"], tasks=count)) as run:
             method = build_method(run, "fedavg")
-            server = method.setup()
+            server = method.create_server()
             for task in range(count):
                 server = method.start_task(server, task)
             judged = measure_seconds(lambda of=(method, server): evaluation.evaluate(*of))

@@ -43,8 +43,8 @@ def train_once(name: str) -> tuple[float, Reply]:
     """Return seconds of one client's round of training, and its reply."""
     with open_run(WORKS[name]) as run:
         method = FedAvg(FedAvg.Settings(), run)
-        payload = method.payload(method.start_task(method.setup(), 0))
-        client = Client(0, 0, 0, run, method.rows(0, 0), {})
+        payload = method.make_payload(method.start_task(method.create_server(), 0))
+        client = Client(0, 0, 0, run, method.select_rows(0, 0), {})
         method.train(client, payload)  # warms up
         seconds, (reply, _) = measure_time(lambda: method.exchanges[TRAIN].reply(client, payload))
         return seconds, reply
@@ -54,7 +54,7 @@ def sum_replies(replies: Iterable[Tensors], clients: int) -> Tensors:
     total = TreeSum(clients)
     for place, tensors in enumerate(replies):
         total.add(place, tensors)
-    return total.result()
+    return total.compute_sum()
 
 
 def count_bytes(parts: dict[str, Tensors]) -> int:

@@ -28,8 +28,8 @@ def run(
     method: str, settings: list[str], splits: Splits, folder: Path, nudge: float = 0.0
 ) -> tuple[dict[str, Tensor], str]:
     with Experiment(reading.load_params(DEFAULTS, settings), method, 0, splits, folder / "home") as experiment:
-        network, draw = experiment.method.network, experiment.method.network.initial_weights
-        network.initial_weights = lambda spec: {n: W * (1 + nudge) for n, W in draw(spec).items()}
+        network, draw = experiment.method.network, experiment.method.network.make_initial_weights
+        network.make_initial_weights = lambda spec: {n: W * (1 + nudge) for n, W in draw(spec).items()}
         result = experiment.run(folder / "run")
         weights = experiment.store.get(result["digests"]["state"])["server"]["weights"]
     accuracy = ", ".join(f"{reading} {m['acc']:.4f}" for reading, m in result["metrics"].items() if "acc" in m)

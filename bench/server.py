@@ -24,7 +24,7 @@ def measure_evaluation(name: str, turns: int) -> Iterator[Row]:
     """
     with open_run(replace(WORKS[name], tasks=TASKS)) as run:
         method = build_method(run, "fedavg")
-        server = method.setup()
+        server = method.create_server()
         for task in range(TASKS):
             server = method.start_task(server, task)
         with closing(run_rounds(run, "fedavg", start_processes, TASKS - 1)) as rounds:
@@ -42,14 +42,14 @@ def measure_sum(name: str, turns: int) -> Iterator[Row]:
     """Measure the sum of all clients' replies, along the fixed tree and by plain addition."""
     work = WORKS[name]
     with open_run(work) as run:
-        weights = build_method(run, "fedavg").setup().weights
+        weights = build_method(run, "fedavg").create_server().weights
     reply = {key: value for key, value in weights.items() if value.is_floating_point()}
 
     def tree() -> None:
         total = TreeSum(work.clients)
         for place in range(work.clients):
             total.add(place, reply)
-        total.result()
+        total.compute_sum()
 
     def plain() -> None:
         total = {key: torch.zeros_like(value) for key, value in reply.items()}
@@ -64,7 +64,7 @@ def measure_checkpoint(name: str, turns: int) -> Iterator[Row]:
     """Measure a commit, and the same tensors by torch.save with fsync."""
     with open_run(WORKS[name]) as run:
         assert run.home is not None
-        file, server = run.home / "plain.pt", build_method(run, "fedavg").setup()
+        file, server = run.home / "plain.pt", build_method(run, "fedavg").create_server()
         checkpoints = Checkpoints(run.home / "checkpoints")
         rounds = iter(range(10**6))
 

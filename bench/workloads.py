@@ -141,7 +141,7 @@ def write_work_folder(work: Work, run: Run, task: int = 0, own_layers: bool = Fa
             batch = run.batches.prepare_inputs(run.batches.read_raw(run.splits.select_rows(task, "train", client)))
             tensors |= {f"x-{client}": batch.inputs.contiguous(), f"y-{client}": batch.labels}
         save_file(tensors, folder / DATA)
-        spec = run.spec(task + 1)
+        spec = run.make_spec(task + 1)
         facts = {
             "clients": work.clients, "total": work.clients * work.samples, "batch": work.batch,
             "optimizer": work.optimizer, "settings": spec.settings, "shape": spec.shape, "head": spec.head,
@@ -175,7 +175,7 @@ def begin_task(method: Method, task: int, cohort: Callable[[int], Cohort]) -> tu
 
     Bases are random and fill SHARE of each layer's input: those of untrained networks would mean nothing.
     """
-    server, memories = method.start_task(method.setup(), 0), {}
+    server, memories = method.start_task(method.create_server(), 0), {}
     for earlier in range(task):
         cohort_of_task = cohort(earlier)
         server = method.finish_task(server, cohort_of_task)
@@ -200,7 +200,7 @@ def run_rounds(run: Run, name: str, executor_of: Callable[[Method], Executor], t
     ledger = open_ledger(method, checkpoints.ledger)
     ask = partial(Cohort, executor, memories={}, ledger=ledger, checkpoints=checkpoints)
     with set_torch_threads(SERVER_THREADS):
-        server, memories = begin_task(method, task, lambda earlier: ask(earlier, method.participants(earlier)))
+        server, memories = begin_task(method, task, lambda earlier: ask(earlier, method.list_participants(earlier)))
     position = Position(server, memories, 0)
     since = 0.0  # seconds since the last checkpoint, without the turns of other sides
     try:

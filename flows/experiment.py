@@ -53,11 +53,13 @@ def experiment(
     with Experiment(settings, method, seed, Splits.open(folder), HOME) as run:
         lock = HOME / "locks" / identify_experiment(run)
         with lock_file(lock, lambda: tell(f"{run.label}: waiting for another fcl that runs it", quiet)):
-            for line in run.method.advice():
+            for line in run.method.list_advice():
                 tell(f"{run.label}: {line}", quiet)
             if not force:
                 announce_costs(run, quiet)
-            progress = create_progress(run.label, [run.method.run.rounds(task) for task in range(run.tasks)], quiet)
+            progress = create_progress(
+                run.label, [run.method.run.count_rounds(task) for task in range(run.tasks)], quiet
+            )
             run.listener = progress
             with track_experiment(run, settings.tracking, HOME, tell) as tracking, progress:
                 outcomes = run_steps(run, tracking, progress)

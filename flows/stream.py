@@ -217,7 +217,7 @@ class StreamLearner:
 
     def learn(self, run: Experiment, key: str, record: Outcome | None) -> tuple[Tracking, dict[str, Any]]:
         """Run the last task's steps unless they are recorded, publish, track; return the tracking and result.json."""
-        rounds = [run.method.run.rounds(task) for task in range(run.tasks)]
+        rounds = [run.method.run.count_rounds(task) for task in range(run.tasks)]
         run.listener = progress = create_progress(f"{self.name}, {run.label}", rounds, self.quiet)
         name = self.settings.tracking.experiment or f"stream {self.name}"
         settings = self.settings.tracking.model_copy(update={"experiment": name})

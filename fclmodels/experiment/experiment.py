@@ -154,7 +154,7 @@ class Experiment:
 
     def list_remarks(self, concluded: Outcome) -> list[str]:
         """Return the method's remarks on its knowledge after a task."""
-        return self.method.remarks(self.store.get(concluded["objects"]["knowledge"]))
+        return self.method.list_remarks(self.store.get(concluded["objects"]["knowledge"]))
 
     def collect_monitors(self, outcomes: list[Outcome]) -> pl.DataFrame | None:
         """Return the monitors' table of these steps, with bounds; None where no monitor has rows."""
@@ -177,7 +177,7 @@ class Experiment:
 
     def _begin(self, step: Step) -> tuple[dict[str, str], float]:
         started = time.perf_counter()
-        return self._store_state(self.method.setup(), {}), time.perf_counter() - started
+        return self._store_state(self.method.create_server(), {}), time.perf_counter() - started
 
     def _learn(self, step: Step) -> tuple[dict[str, str], float]:
         server, memories, _ = self._load_state(step)
@@ -197,12 +197,12 @@ class Experiment:
                 self._make_server_training(step, checkpoints),
                 look,
             )
-            holders = Ledger(checkpoints.ledger).list_holders(self.method.payload(position.server))
+            holders = Ledger(checkpoints.ledger).list_holders(self.method.make_payload(position.server))
             objects = self._store_state(position.server, position.memories, holders)
             if watch:
                 watch.on_task_learned(position.server)
                 objects["monitors"] = self.store.put_table(watch.table())
-            table = pl.DataFrame(checkpoints.rounds.rows(), schema=tables.ROUNDS)
+            table = pl.DataFrame(checkpoints.rounds.select_rows(), schema=tables.ROUNDS)
             objects["rounds"] = self.store.put_table(table)
             objects |= self._store_tables(checkpoints)
             return objects, float(table["seconds"].sum())
@@ -214,7 +214,7 @@ class Experiment:
         server, memories, holders = self._load_state(step)
         checkpoints = Checkpoints(self.make_checkpoint_folder(step))
         try:
-            clients = self.method.participants(step.task)
+            clients = self.method.list_participants(step.task)
             ledger = Ledger(checkpoints.ledger, holders)
             aside = inspection.set_aside(server, self.params.federation.inspection)
             training = self._make_server_training(step, checkpoints)
@@ -254,7 +254,7 @@ class Experiment:
     def _store_tables(self, checkpoints: Checkpoints) -> dict[str, str]:
         """Return the ledger of a step and, where the server trained, what that cost, put into the store."""
         objects = {"ledger": self.store.put_table(ledger_table(checkpoints.ledger))}
-        if costs := checkpoints.costs.rows():
+        if costs := checkpoints.costs.select_rows():
             objects["costs"] = self.store.put_table(pl.DataFrame(costs, schema=tables.COSTS))
         return objects
 
@@ -288,9 +288,9 @@ class Experiment:
             everyone, ledger = tuple(range(self.splits.clients)), Ledger(checkpoints.ledger)
             aside = inspection.set_aside(server, self.params.federation.inspection)
             cohort = Cohort(self.executor, server.task, everyone, memories, ledger, checkpoints, aside=aside)
-            own_payloads = {client: self.method.own_payload(server, client) for client in cohort.clients}
-            replies = cohort.put_question(step.stage, self.method.payload(server), own_payloads=own_payloads)
-            return evaluation.gather(dict(replies.each("tables")))
+            own_payloads = {client: self.method.make_own_payload(server, client) for client in cohort.clients}
+            replies = cohort.put_question(step.stage, self.method.make_payload(server), own_payloads=own_payloads)
+            return evaluation.gather(dict(replies.yield_each("tables")))
         finally:
             checkpoints.close()
 

@@ -49,13 +49,13 @@ def write_model(method: Method, server: Server, folder: Path) -> dict[str, Tenso
     splits, served = method.run.splits, method.serve(server)
     trees.save(served.weights, folder / "weights.safetensors")
     write_json(folder / "spec.json", served.spec.to_json())
-    if router := method.router(server):
+    if router := method.make_router(server):
         trees.save(router.to_tree(), folder / "router.safetensors")
-    if fitted := method.fitted_head(server):
+    if fitted := method.find_head(server):
         trees.save(fitted.to_tree(), folder / "fitted_head.safetensors")
-    if earlier := method.earlier_models(server):
+    if earlier := method.list_earlier_models(server):
         trees.save({"models": earlier}, folder / "earlier.safetensors")
-    if own := method.own_model(server):
+    if own := method.make_own_model(server):
         write_json(folder / "own_model.json", own.spec)
         trees.save(own.weights, folder / "own_model.safetensors")
     by_batch = depends_on_batch(method.networks.load(server.spec, server.weights))
@@ -209,7 +209,7 @@ class ExportedModel:
         if task is not None:
             routed = torch.full((len(samples),), task - 1)
         elif self.router is not None:
-            routed = self.router.sample_scores(features[0]).argmax(1)
+            routed = self.router.score_samples(features[0]).argmax(1)
             not_routed = self.router.find_unsure(features[0])
         if self.router is not None:
             relevances = relevance(features[0], self.router.bases).tolist()

@@ -121,7 +121,7 @@ def _count_scaled_rounds(experiment: "Experiment") -> dict[str, Any]:
     if experiment.params.federation.rounds_scale == 1:
         return {}
     run = experiment.method.run
-    rounds = {"rounds": run.rounds, "of": run.unscaled_rounds}
+    rounds = {"rounds": run.count_rounds, "of": run.count_unscaled_rounds}
     return {"scaled": {name: [count(task) for task in range(experiment.tasks)] for name, count in rounds.items()}}
 
 
@@ -161,7 +161,7 @@ def _find_last_digest(outcomes: "list[Outcome]", name: str) -> str:
 
 def _measure_client(experiment: "Experiment", server: Server, ledger: pl.DataFrame) -> dict[str, int]:
     """Return the bytes that a client holds after the last task: parameters, buffers, and the largest memory so far."""
-    weights = experiment.method.all_weights(server)
+    weights = experiment.method.list_all_weights(server)
     buffers = {name for name, _ in experiment.method.networks.of(server.spec).named_buffers()}
     largest = ledger.filter(pl.col("direction") == "kept").group_by("task", "round", "client").agg(pl.sum("bytes"))
     return {

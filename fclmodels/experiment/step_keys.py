@@ -76,7 +76,7 @@ def step_key(method: "Method", identity: dict[str, Any], stage: str, state: str 
     params = method.run.params
     depends_on = {**identity, "threads": threads, "stage": stage, "state": state, "task": task}
     if stage == "learn":
-        depends_on["rounds"] = method.run.rounds(task)
+        depends_on["rounds"] = method.run.count_rounds(task)
     monitors = params.monitors
     of_rounds = monitors.round_monitors and [*monitors.round_monitors, monitors.every, params.evaluation.batch_size]
     if watched := {"learn": of_rounds, "conclude": monitors.used_share}.get(stage):

@@ -22,14 +22,14 @@ class Client:
     rows: Rows  # its train rows of the task
     memory: dict[str, Tree]
 
-    def generator(self, purpose: str) -> torch.Generator:
+    def make_generator(self, purpose: str) -> torch.Generator:
         """Return the client's generator for a purpose, in this task and round."""
-        return self.run.generator(purpose, self.task, self.round, self.index)
+        return self.run.make_generator(purpose, self.task, self.round, self.index)
 
-    def epochs(self) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self) -> Iterator[Iterator[Batch]]:
         """Yield the round's local epochs over the client's train rows, each in an order of its own."""
         federation = self.run.params.federation
-        random = self.generator("batches")
+        random = self.make_generator("batches")
         for _ in range(federation.local_epochs):
             yield self.run.batches.iterate_shuffled(self.rows, federation.batch_size, random)
 

@@ -63,14 +63,14 @@ def evaluate(method: "Method", server: Server, split: str = "test", at_once: int
     run = method.run
     rows = [run.splits.select_held_out_rows(split, task.index) for task in run.splits.tasks]
     alone = depends_on_batch(method.networks.load(server.spec, server.weights))
-    return read(run, method.predictor(server), method.columns(server), rows, server.task + 1, alone, at_once)
+    return read(run, method.make_predictor(server), method.list_columns(server), rows, server.task + 1, alone, at_once)
 
 
 def evaluate_learned(method: "Method", server: Server) -> pl.DataFrame:
     """Return the accuracy table of the tasks up to the server's, in the readings of mixed batches: one pass."""
     run = method.run
     rows = [run.splits.select_test_rows(task) for task in range(server.task + 1)]
-    answers = _answer_rows(run, method.predictor(server), method.columns(server), 1, shuffle_rows(rows))
+    answers = _answer_rows(run, method.make_predictor(server), method.list_columns(server), 1, shuffle_rows(rows))
     return _count_accuracy(answers.with_columns(after=pl.lit(server.task + 1)))
 
 
@@ -80,9 +80,11 @@ def evaluate_on_client(method: "Method", client: Client, payload: Payload, split
     rows = [run.splits.select_held_out_rows(split, task.index, client.index) for task in run.splits.tasks]
     if method.has_global_model:
         rows = [select_own_classes(run, task, client.index, of) for task, of in enumerate(rows)]
-    server = Server(run.spec(client.task + 1), payload["weights"].tensors, client.task)
+    server = Server(run.make_spec(client.task + 1), payload["weights"].tensors, client.task)
     alone = depends_on_batch(method.networks.of(server.spec))
-    tables = read(run, method.client_predictor(client, payload), method.columns(server), rows, client.task + 1, alone)
+    tables = read(
+        run, method.make_client_predictor(client, payload), method.list_columns(server), rows, client.task + 1, alone
+    )
     return Reply({"tables": Part("count", encode(tables), "each")})
 
 

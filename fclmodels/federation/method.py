@@ -61,7 +61,7 @@ class Method:
         self.run = run
         self.exchanges: dict[str, Exchange] = {}
         self.networks = NetworkCache(run.device, self.prepare_network)
-        self.auxiliaries = AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device)
+        self.auxiliaries = AuxiliaryNetworks(self.list_auxiliary_networks(), run.seed, run.device)
         rule = run.params.federation.aggregation
         if rule != "mean" and (obstacle := self.obstacle_to_robust_rules):
             raise UserError(f"federation.aggregation: {rule} is for updates that are averaged; {self.name} {obstacle}")
@@ -71,17 +71,17 @@ class Method:
         self.exchanges[exchange.name] = exchange
         return exchange
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         """Return the networks that the method has beside the model."""
         return []
 
     # Before a run.
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         """Return lines about these settings for a person to read before a run."""
         return []
 
-    def remarks(self, knowledge: Tree) -> list[str]:
+    def list_remarks(self, knowledge: Tree) -> list[str]:
         """Return lines about the server's knowledge after a task; a line stays as it is in later tasks."""
         return []
 
@@ -106,36 +106,38 @@ class Method:
 
     # On the server.
 
-    setup: Callable[[], Server]  # the model before the first task, and the knowledge then
+    create_server: Callable[[], Server]  # the model before the first task, and the knowledge then
     start_task: Callable[[Server, int], Server]  # before the task's first round: the head grows by its new classes
-    payload: Callable[[Server], Payload]  # what every client of a round downloads
+    make_payload: Callable[[Server], Payload]  # what every client of a round downloads
     aggregate: Callable[[Server, Replies], Server]  # the server after a round
-    predictor: Callable[[Server], Predictor]  # from inputs [B, C, H, W] to a Prediction, with the network set up once
+    make_predictor: Callable[
+        [Server], Predictor
+    ]  # from inputs [B, C, H, W] to a Prediction, with the network set up once
 
-    def own_payload(self, server: Server, client: int) -> Payload:
+    def make_own_payload(self, server: Server, client: int) -> Payload:
         """Return further parts that one client of a round downloads."""
         return {}
 
-    def largest_weight(self, task: int) -> float:
+    def bound_client_weight(self, task: int) -> float:
         """Return the most that a client may count in a mean."""
         return 1.0 if self.run.params.federation.weighting == "uniform" else MOST_SAMPLES
 
-    def server_lr(self, task: int) -> float:
+    def find_server_lr(self, task: int) -> float:
         """Return eta_g, the share of the average update that the server applies in a task."""
-        return self.run.server_lr(task)
+        return self.run.find_server_lr(task)
 
-    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+    def admit_changes(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return P, the part of changes of weights, by name, that is let through while server.task is learned."""
         return changes
 
-    def anchor_weight(self, server: Server) -> float:
+    def find_anchor_weight(self, server: Server) -> float:
         """Return lambda where the server makes (W + lambda W*) / (1 + lambda) of each round's model, else 0."""
         return 0.0
 
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         """Return the server before the first round, after `start_task`, with exchanges and training of its own.
 
-        `payload` must not need it: to choose an executor, one round's training is measured without.
+        `make_payload` must not need it: to choose an executor, one round's training is measured without.
         """
         return server
 
@@ -143,31 +145,31 @@ class Method:
         """Return the server after the last round, with exchanges (`cohort.ask`) and training (`cohort.train`)."""
         return server
 
-    def columns(self, server: Server) -> Columns:
+    def list_columns(self, server: Server) -> Columns:
         """Return which class and task each logit of the predictor stands for."""
         return Columns.of(server.spec, self.run.device)
 
-    def all_weights(self, server: Server) -> dict[str, Tensor]:
+    def list_all_weights(self, server: Server) -> dict[str, Tensor]:
         """Return every tensor of the network, for whoever keeps or serves it: also those that never travel."""
         return server.weights
 
     def serve(self, server: Server) -> Server:
         """Return the server's model as it is exported, with every tensor; its predictions are the same."""
-        return replace(server, weights=self.all_weights(server))
+        return replace(server, weights=self.list_all_weights(server))
 
-    def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
+    def list_earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
         """Return the models of the tasks before the last, where each task has a model of its own."""
         return []
 
-    def router(self, server: Server) -> "Router | None":
+    def make_router(self, server: Server) -> "Router | None":
         """Return the router, where the method predicts tasks from features."""
         return None
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the head that the server has fitted to features, which answers in place of the network's heads."""
         return None
 
-    def own_model(self, server: Server) -> OwnModel | None:
+    def make_own_model(self, server: Server) -> OwnModel | None:
         """Return the model that answers in place of backbone and heads, where the method has one."""
         return None
 
@@ -178,7 +180,7 @@ class Method:
 
     # Who takes part, with which samples. Centralised references look beyond one client's rows here, and only here.
 
-    def participants(self, task: int) -> tuple[int, ...]:
+    def list_participants(self, task: int) -> tuple[int, ...]:
         """Return the clients that may be sampled in a task."""
         return self.run.splits.list_clients(task)
 
@@ -189,29 +191,29 @@ class Method:
         order = torch.randperm(len(available), generator=random)
         return [available[i] for i in order[:count].tolist()]
 
-    def sample_size(self, task: int) -> int:
+    def count_sampled_clients(self, task: int) -> int:
         """Return how many clients a round of a task samples."""
-        able = len(self.participants(task))
+        able = len(self.list_participants(task))
         return min(able, self.run.params.federation.clients_per_round or able)
 
-    def rows(self, task: int, client: int) -> Rows:
+    def select_rows(self, task: int, client: int) -> Rows:
         """Return a client's train rows in a task."""
         return self.run.splits.select_rows(task, "train", client)
 
-    def local_steps(self, task: int) -> int:
+    def count_local_steps(self, task: int) -> int:
         """Return the local steps in a round of the client that takes most of them."""
         federation = self.run.params.federation
-        most = max(len(self.rows(task, client)) for client in self.participants(task))
+        most = max(len(self.select_rows(task, client)) for client in self.list_participants(task))
         return federation.local_epochs * math.ceil(most / federation.batch_size)
 
-    def pooled_bytes(self, task: int) -> dict[int, int]:
+    def count_pooled_bytes(self, task: int) -> dict[int, int]:
         """Return the bytes of raw samples that each client hands over for a task, where training is centralised."""
         return {}
 
     # On a client: in any process, with its own data and memory only.
 
     # With what stays with the client; only where `is_personal`.
-    client_predictor: Callable[[Client, Payload], Predictor]
+    make_client_predictor: Callable[[Client, Payload], Predictor]
 
     @property
     def is_personal(self) -> bool:
@@ -223,10 +225,10 @@ class Method:
 
     # Hooks of the local training loop (training/local_training.py), and of a network when it is built.
 
-    trainable: Callable[[Network, int], dict[str, nn.Parameter]]  # the parameters that a task's local training moves
+    select_trainable: Callable[[Network, int], dict[str, nn.Parameter]]  # what a task's local training moves
     freezes: Callable[[int], bool]  # whether what settings freeze is frozen in a task
     set_modes: Callable[[Network, int], None]  # training mode, but for what is frozen in a task
-    loss: Callable[[LocalTraining, Batch], Tensor]  # of a batch, to be differentiated
+    compute_loss: Callable[[LocalTraining, Batch], Tensor]  # of a batch, to be differentiated
     step: Callable[[LocalTraining, dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     @property
@@ -237,21 +239,21 @@ class Method:
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         """Give a client's training what it needs besides the network (`training.add`)."""
 
-    def optimisers(self, training: LocalTraining) -> list[ParameterGroup]:
+    def group_parameters(self, training: LocalTraining) -> list[ParameterGroup]:
         """Return which parameters are trained by which settings; those in no group by the run's."""
         return []
 
     # Whether optimisers go on in a client's next round of the same task, or start anew in each round.
     keeps_optimisers: ClassVar[bool] = False
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         """Return the round's local epochs."""
-        return training.client.epochs()
+        return training.client.yield_epochs()
 
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Change gradients in place, after the backward pass."""
 
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         """Change the parameters in place, after each step."""
 
     def finish_training(self, training: LocalTraining) -> None:

@@ -120,6 +120,6 @@ def predict_by_heads(
         if router is None:
             return Prediction(logits)
         not_routed = router.find_unsure(features)
-        return Prediction(logits, router.sample_scores(features), router.batch_scores(features), not_routed)
+        return Prediction(logits, router.score_samples(features), router.score_batch(features), not_routed)
 
     return predict

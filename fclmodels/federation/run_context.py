@@ -32,25 +32,25 @@ class Run:
         """Return the run of these settings on these splits, on the device that the settings choose."""
         device = choose_device(params.device)
         run = cls(params, splits, seed, device, Batches(splits, params.augment, device), home)
-        run.rounds(0)  # a list of the wrong length is refused before any work
+        run.count_rounds(0)  # a list of the wrong length is refused before any work
         return run
 
-    def generator(self, *purpose: int | str) -> torch.Generator:
+    def make_generator(self, *purpose: int | str) -> torch.Generator:
         """Return a CPU generator for this seed and purpose, such as ("init",) or ("batches", task, round, client)."""
         return generator(self.seed, *purpose)
 
-    def spec(self, learned: int) -> ModelSpec:
+    def make_spec(self, learned: int) -> ModelSpec:
         """Return the form of the model whose head covers the first `learned` tasks."""
         head = self.splits.head if self.params.model.head == "auto" else self.params.model.head
         classes = tuple(task.classes for task in self.splits.tasks[:learned])
         settings = self.params.model.model_dump(mode="json")
         return ModelSpec(settings, self.splits.shape, head, classes, self.adapter)
 
-    def rounds(self, task: int) -> int:
+    def count_rounds(self, task: int) -> int:
         """Return the number of rounds of a task."""
-        return max(1, round(self.unscaled_rounds(task) * self.params.federation.rounds_scale))
+        return max(1, round(self.count_unscaled_rounds(task) * self.params.federation.rounds_scale))
 
-    def unscaled_rounds(self, task: int) -> int:
+    def count_unscaled_rounds(self, task: int) -> int:
         """Return the rounds of a task as set, before federation.rounds_scale shrinks them."""
         rounds = self.params.federation.rounds
         if isinstance(rounds, int):
@@ -62,7 +62,7 @@ class Run:
             )
         return rounds[task]
 
-    def server_lr(self, task: int) -> float:
+    def find_server_lr(self, task: int) -> float:
         """Return eta_g of a task: constant, or falling with the number of the task."""
         federation = self.params.federation
         fall = {"constant": 1.0, "1/t": 1 / (task + 1), "1/sqrt(t)": (task + 1) ** -0.5}

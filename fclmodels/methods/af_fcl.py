@@ -95,14 +95,14 @@ class AfFcl(FedAvg):
         if settings.replay:
             self.declare(self.labels.exchange)
         self.last_networks = NetworkCache(run.device, self.prepare_network)
-        self.last_auxiliaries = AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device)
+        self.last_auxiliaries = AuxiliaryNetworks(self.list_auxiliary_networks(), run.seed, run.device)
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        features = build_skeleton(self.run.spec(1)).backbone.features
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        features = build_skeleton(self.run.make_spec(1)).backbone.features
         layer = Auxiliary("layer", {"features": features}, build_layer, "averaged", self.run.params.optimizer)
         if not self.settings.replay:
             return [layer]
-        classes = count_columns(self.run.spec(len(self.run.splits.tasks)))
+        classes = count_columns(self.run.make_spec(len(self.run.splits.tasks)))
         width = self.settings.flow_width or min(features, WIDEST)
         flow = {"features": features, "width": width, "classes": classes}
         return [layer, Auxiliary("flow", flow, build_flow, "averaged")]
@@ -134,12 +134,12 @@ class AfFcl(FedAvg):
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         return self.labels.ask(server, cohort) if self.settings.replay else server
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         past = {f"past-{n}": Part("generator", s, once=True) for n, s in server.knowledge.get("past", {}).items()}
-        sets = self.labels.payload(server) if self.settings.replay else {}
-        return {**super().payload(server), **anchor_payload(server), **past, **sets}
+        sets = self.labels.make_payload(server) if self.settings.replay else {}
+        return {**super().make_payload(server), **anchor_payload(server), **past, **sets}
 
-    def own_model(self, server: Server) -> OwnModel:
+    def make_own_model(self, server: Server) -> OwnModel:
         features, statistics = len(server.networks["layer"]["weight"]), self.settings.batch_norm != "batch"
         spec = {"model": server.spec.to_json(), "features": features, "statistics": statistics}
         network = {f"network.{name}": tensor for name, tensor in server.weights.items()}
@@ -154,7 +154,7 @@ class AfFcl(FedAvg):
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:
-            network = self.last_networks.load(self.run.spec(training.client.task), payload["anchor"].tensors)
+            network = self.last_networks.load(self.run.make_spec(training.client.task), payload["anchor"].tensors)
             past = {
                 a.name: self.last_auxiliaries.load(a, payload[f"past-{a.name}"].tensors).eval().requires_grad_(False)
                 for a in self.last_auxiliaries.auxiliaries
@@ -166,17 +166,17 @@ class AfFcl(FedAvg):
             sets = {name: columns.to(self.run.device) for name, columns in payload["columns"].tensors.items()}
             training.add(
                 FeatureReplay(
-                    self.settings, flow, layer, self.run.params.optimizer, sets, training.part(LastLayeredModel)
+                    self.settings, flow, layer, self.run.params.optimizer, sets, training.find_part(LastLayeredModel)
                 )
             )
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        for epoch in super().epochs(training):
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        for epoch in super().yield_epochs(training):
             yield self.replay_before(training, epoch)
 
     def replay_before(self, training: LocalTraining, epoch: Iterator[Batch]) -> Iterator[Batch]:
         """Yield an epoch's batches, each after the flow's step on it and the layer's on draws."""
-        replay, network = training.part(FeatureReplay), training.network
+        replay, network = training.find_part(FeatureReplay), training.network
         for batch in epoch:
             if replay is not None:
                 with torch.no_grad(), training.precision():
@@ -187,11 +187,11 @@ class AfFcl(FedAvg):
                 replay.step_layer(network, features, columns, training.lr)
             yield batch
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, past = training.network, training.part(LastLayeredModel)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network, past = training.network, training.find_part(LastLayeredModel)
         features = network.backbone(batch.inputs)
         hidden = training.networks["layer"][0](features)
-        loss = self.cross_entropy(network, hidden, batch.labels, training.client.task)
+        loss = self.compute_cross_entropy(network, hidden, batch.labels, training.client.task)
         if past is None:
             return loss
         with torch.no_grad():

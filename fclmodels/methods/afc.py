@@ -72,13 +72,15 @@ class Afc(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
-        self.introduce = self.declare(Exchange("introduce", self.payload, self.sum_moments, self.moments_form))
-        self.tune = self.declare(
-            Exchange("tune", self.payload, self.classifier.tune_proxies, self.classifier.tune_form)
+        self.introduce = self.declare(
+            Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
         )
-        self.weigh = self.declare(Exchange("weigh", self.payload, self.sum_gradients, self.importance_form))
+        self.tune = self.declare(
+            Exchange("tune", self.make_payload, self.classifier.tune_proxies, self.classifier.make_tune_form)
+        )
+        self.weigh = self.declare(Exchange("weigh", self.make_payload, self.sum_gradients, self.make_importance_form))
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         return [declare_proxies(self.run, self.settings.proxies)]
 
     @property
@@ -99,10 +101,10 @@ class Afc(Rehearsed):
         importance = {name: (total / total.mean()).nan_to_num(1.0).float() for name, total in sums.items()}
         return replace(ended, knowledge={**ended.knowledge, IMPORTANCE: importance})
 
-    def predictor(self, server: Server) -> Predictor:
-        if self.fitted_head(server) is not None:
-            return super().predictor(server)
-        return self.classifier.predictor(server, self.networks.load(server.spec, server.weights).eval())
+    def make_predictor(self, server: Server) -> Predictor:
+        if self.find_head(server) is not None:
+            return super().make_predictor(server)
+        return self.classifier.make_predictor(server, self.networks.load(server.spec, server.weights).eval())
 
     def add_payload(self, server: Server) -> Payload:
         importance = server.knowledge.get(IMPORTANCE)
@@ -116,13 +118,13 @@ class Afc(Rehearsed):
     def scale_features(self, features: Tensor) -> Tensor:
         return normalize(features)
 
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         clamp_gradients(training)
 
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         self.classifier.restore_old(training)
 
-    def importance_form(self, task: int, round: int) -> Form:
+    def make_importance_form(self, task: int, round: int) -> Form:
         return {IMPORTANCE: make_outline("statistics", self.channels, torch.float64)}
 
     @cached_property
@@ -130,7 +132,7 @@ class Afc(Rehearsed):
         """The number of channels of each block, those of an empty sample's outputs."""
         shape, zero = self.run.splits.shape, torch.zeros(1, dtype=torch.int64, device=self.run.device)
         empty = torch.from_numpy(np.zeros((1, *shape), find_kind(shape).dtype)).to(self.run.device)
-        network = self.networks.of(self.run.spec(1)).eval()
+        network = self.networks.of(self.run.make_spec(1)).eval()
         with torch.no_grad():
             outputs = self.classifier.run_blocks(network, self.run.batches.prepare_inputs(Batch(empty, zero, zero)))
         return {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
@@ -153,8 +155,8 @@ class Afc(Rehearsed):
         if IMPORTANCE in payload:
             training.add(Importance(payload[IMPORTANCE].tensors))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        importance = training.part(Importance) or Importance()
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        importance = training.find_part(Importance) or Importance()
         return self.classifier.compute_loss(training, batch, partial(self.compare, importance))
 
     def compare(self, importance: Importance, outputs: Outputs, targets: Outputs) -> Tensor:

@@ -23,8 +23,8 @@ class Agem(Replaying):
     name = "agem"
     paper = "Efficient Lifelong Learning with A-GEM"
 
-    def gradient(self, training: LocalTraining) -> None:
-        if replay := training.part(Replay):
+    def change_gradients(self, training: LocalTraining) -> None:
+        if replay := training.find_part(Replay):
             for name, gradient in correct_gradients(
                 training.gradients, self.compute_reference(training, replay.draw())
             ).items():
@@ -35,7 +35,7 @@ class Agem(Replaying):
         network = training.network
         features = network.backbone(replayed.inputs)
         return training.compute_gradients(
-            self.cross_entropy_by_task(network, features, replayed.labels, replayed.tasks)
+            self.compute_cross_entropy_by_task(network, features, replayed.labels, replayed.tasks)
         )
 
 

@@ -61,7 +61,7 @@ class Bic(Rehearsed):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.fit = self.declare(Exchange("fit", self.fit_payload, self.answer_fit, self.fit_form))
+        self.fit = self.declare(Exchange("fit", self.make_fit_payload, self.answer_fit, self.make_fit_form))
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
@@ -83,7 +83,7 @@ class Bic(Rehearsed):
         correction = {name: start + moved[name] / total for name, start in make_neutral().items()}
         return replace(server, knowledge={**server.knowledge, "correction": correction})
 
-    def find_head(self, server: Server) -> FittedHead | None:
+    def choose_head(self, server: Server) -> FittedHead | None:
         """Return the heads with the last task's correction; None where there is none."""
         if "correction" not in server.knowledge:
             return None
@@ -94,17 +94,17 @@ class Bic(Rehearsed):
 
     # On a client.
 
-    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def join_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         rows, stored, _ = self.hold_out(training.client)
         return iterate_joined_epochs(replace(training.client, rows=rows), stored)
 
     def hold_out(self, client: Client) -> tuple[Rows, Batch | None, Batch | None]:
         """Return the rows and raw exemplars to train on, and the raw validation set, the same in each round."""
         stored = unpack_samples(client.memory)
-        columns = list_task_columns(self.run.spec(client.task + 1), self.run.device)
+        columns = list_task_columns(self.run.make_spec(client.task + 1), self.run.device)
         if stored is None or not list_old_groups(columns):
             return client.rows, stored, None
-        classes, random = list_classes(stored), self.run.generator("held out", client.task, client.index)
+        classes, random = list_classes(stored), self.run.make_generator("held out", client.task, client.index)
         share = max(1, round(self.settings.held_out * len(stored.labels) / len(classes)))
         old = choose([find_class(stored, *one) for one in classes], share, random)
         labels = torch.from_numpy(client.rows.labels)
@@ -114,8 +114,8 @@ class Bic(Rehearsed):
         held_out = Batch.concatenate([stored.take(old), self.run.batches.read_raw(client.rows.take(new.numpy()))])
         return client.rows.take(leave(new, len(labels)).numpy()), stored.take(leave(old, len(stored.labels))), held_out
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
         loss = torch.nn.functional.cross_entropy(logits, labels)
         if teacher is None or not len(teacher.old):
             return loss
@@ -124,10 +124,10 @@ class Bic(Rehearsed):
         distance = soft_cross_entropy(logits[:, teacher.old], answers, self.settings.temperature)
         return lam * distance + (1 - lam) * loss
 
-    def fit_payload(self, server: Server) -> Payload:
-        return {**self.payload(server), "neutral": Part("weights", make_neutral())}
+    def make_fit_payload(self, server: Server) -> Payload:
+        return {**self.make_payload(server), "neutral": Part("weights", make_neutral())}
 
-    def fit_form(self, task: int, round: int) -> Form:
+    def make_fit_form(self, task: int, round: int) -> Form:
         return {
             "correction": Part(
                 "update",

@@ -81,7 +81,7 @@ class Ccvr(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         frozen = FrozenBackbone(settings, run, self.name) if settings.frozen else None
         super().__init__(settings, run if frozen is None else frozen.run, frozen)
-        self.ask_statistics = self.declare(Exchange("classes", super().payload, self.sum_features, self.form))
+        self.ask_statistics = self.declare(Exchange("classes", super().make_payload, self.sum_features, self.make_form))
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
@@ -111,13 +111,13 @@ class Ccvr(FedAvg):
         """Return the cross entropy over all classes so far, or over each task's own head."""
         if network.spec.head == "growing":
             return cross_entropy(network.compute_logits(drawn.features), drawn.labels)
-        return self.cross_entropy_by_task(network, drawn.features, drawn.labels, drawn.tasks)
+        return self.compute_cross_entropy_by_task(network, drawn.features, drawn.labels, drawn.tasks)
 
     def draw(self, server: Server) -> DrawnFeatures:
         """Return features of each class of which there are samples, by task."""
         parts = []
         for task, sums in enumerate(server.knowledge["classes"]):
-            random = self.run.generator("ccvr", server.task, task)
+            random = self.run.make_generator("ccvr", server.task, task)
             features, places = draw_features(fit_classes(sums), self.settings.draws, random)
             labels = torch.tensor(server.spec.tasks[task])[places]
             parts.append((features.float(), labels, torch.full_like(labels, task)))
@@ -126,14 +126,14 @@ class Ccvr(FedAvg):
     def choose_batch(self, task: int, number: int, count: int) -> Tensor:
         """Return which draws the server's step sees; each pass has an order of its own."""
         steps = math.ceil(count / self.settings.draw_batch)
-        order = torch.randperm(count, generator=self.run.generator("ccvr-order", task, number // steps))
+        order = torch.randperm(count, generator=self.run.make_generator("ccvr-order", task, number // steps))
         return order.split(self.settings.draw_batch)[number % steps]
 
     # On a client.
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outline of the sums of a task's classes."""
-        network = self.networks.of(self.run.spec(task + 1))
+        network = self.networks.of(self.run.make_spec(task + 1))
         C, F = len(network.spec.tasks[task]), network.backbone.features
         second = {"outer": (C, F, F)} if self.settings.covariance == "full" else {"square": (C, F)}
         return {"classes": make_outline("class-statistics", {"weight": (C,), "sum": (C, F), **second}, torch.float64)}
@@ -141,16 +141,16 @@ class Ccvr(FedAvg):
     @torch.no_grad()
     def sum_features(self, client: Client, payload: Payload) -> Answer:
         """Return the sums over a client's samples of each class on the global model."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
         sums = sum_classes if self.settings.covariance == "full" else moments
         batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
         return Answer({"classes": add_up_classes(network, batches, client.task, sums)}, client.memory)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if not isinstance(self.network, FrozenBackbone):
-            return super().loss(training, batch)
+            return super().compute_loss(training, batch)
         features = self.network.compute_features(training.network, batch, None).features
-        return self.cross_entropy(training.network, features, batch.labels, training.client.task)
+        return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
 
 
 def fit_classes(sums: Statistics) -> ClassGaussians:

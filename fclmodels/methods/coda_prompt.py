@@ -24,7 +24,7 @@ class CodaPrompt(AdapterTraining):
     class Settings(CodaVit.Settings):
         pass
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network, task = training.network, training.client.task
         features = self.network.compute_features(network, batch, task).features
-        return self.cross_entropy(network, features, batch.labels, task)
+        return self.compute_cross_entropy(network, features, batch.labels, task)

@@ -36,7 +36,7 @@ class CoresetEr(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.coreset = CoresetMemory(settings, run, self.name, self.networks)
-        self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
+        self.store = self.declare(Exchange("coreset", self.make_payload, self.store_coreset))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.store, server)
@@ -44,11 +44,11 @@ class CoresetEr(FedAvg):
 
     def store_coreset(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with the task's coreset; the answer itself is empty."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload)).eval()
         return Answer({}, self.coreset.add_task(client, network))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         start_replay(training)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return descend_both(self, training, batch, self.cross_entropy)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.compute_cross_entropy)

@@ -77,8 +77,8 @@ class DdeIcarl(Rehearsed):
 
     # On the server.
 
-    def setup(self) -> Server:
-        server = super().setup()
+    def create_server(self) -> Server:
+        server = super().create_server()
         features = self.networks.of(server.spec).backbone.features
         return replace(server, knowledge={**server.knowledge, DIRECTION: torch.zeros(features)})
 
@@ -90,36 +90,36 @@ class DdeIcarl(Rehearsed):
         direction = server.knowledge[DIRECTION] + moved
         return replace(super().aggregate(server, replies), knowledge={**server.knowledge, DIRECTION: direction})
 
-    def find_head(self, server: Server) -> FittedHead | None:
-        head = super().find_head(server)
+    def choose_head(self, server: Server) -> FittedHead | None:
+        head = super().choose_head(server)
         if head is None or self.settings.alpha == 0:
             return head
         return replace(head, weight=remove_direction(head.weight, server.knowledge[DIRECTION], self.settings.alpha))
 
     # On a client.
 
-    def update_form(self, task: int, round: int) -> Form:
-        features = self.networks.of(self.run.spec(task + 1)).backbone.features
+    def make_update_form(self, task: int, round: int) -> Form:
+        features = self.networks.of(self.run.make_spec(task + 1)).backbone.features
         outline = replace(make_outline("statistics", {"d": (features,)}), over="weight", of=DIRECTION)
-        return {**super().update_form(task, round), DIRECTION: outline}
+        return {**super().make_update_form(task, round), DIRECTION: outline}
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Direction(payload[DIRECTION].tensors["d"]))
-        if teacher := training.part(LastModel):
+        if teacher := training.find_part(LastModel):
             inputs = self.run.batches.prepare_inputs(self.run.batches.read_raw(training.client.rows)).inputs
             features = torch.cat([teacher.answer(part)[0] for part in inputs.split(EMBED)])
             training.add(Neighbourhood(inputs, features))
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
-        direction = training.part(Direction)
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+        direction = training.find_part(Direction)
         assert direction is not None
         moved = direction.value - payload[DIRECTION].tensors["d"]
-        return {DIRECTION: {"d": moved * self.client_weight(training)}}
+        return {DIRECTION: {"d": moved * self.compute_client_weight(training)}}
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, teacher, near = training.network, training.part(LastModel), training.part(Neighbourhood)
-        features = training.features(batch)
-        if direction := training.part(Direction):
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network, teacher, near = training.network, training.find_part(LastModel), training.find_part(Neighbourhood)
+        features = training.compute_features(batch)
+        if direction := training.find_part(Direction):
             direction.follow(features)
         logits, labels = join_heads(network, features), find_columns(network.spec, batch.labels, batch.tasks)
         if teacher is None or near is None:

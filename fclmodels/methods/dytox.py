@@ -96,7 +96,7 @@ class Dytox(FedAvg):
     settings: Settings
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        if run.params.model.backbone != self.needs_backbone or run.spec(1).head != "per-task":
+        if run.params.model.backbone != self.needs_backbone or run.make_spec(1).head != "per-task":
             raise UserError(
                 "methods.dytox: each task has a token that attends to convit's patches, and a head. "
                 "Use model.backbone: convit and model.head: per-task."
@@ -104,15 +104,15 @@ class Dytox(FedAvg):
         super().__init__(settings, run)
         self.memory = ExemplarMemory(settings)
         self.teachers = NetworkCache(run.device, self.prepare_network)
-        self.select = self.declare(Exchange("select", self.payload, self.select_exemplars))
-        self.tune = self.declare(Exchange("tune", self.payload, self.tune_on_exemplars, self.tune_form))
+        self.select = self.declare(Exchange("select", self.make_payload, self.select_exemplars))
+        self.tune = self.declare(Exchange("tune", self.make_payload, self.tune_on_exemplars, self.make_tune_form))
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         return [Auxiliary("tokens", self.token_spec, build_task_tokens, "averaged", self.run.params.optimizer)]
 
     @cached_property
     def token_spec(self) -> dict[str, Any]:
-        width = self.networks.of(self.run.spec(1)).backbone.features
+        width = self.networks.of(self.run.make_spec(1)).backbone.features
         return {"width": width, "classes": [len(task.classes) for task in self.run.splits.tasks]}
 
     # On the server.
@@ -124,8 +124,8 @@ class Dytox(FedAvg):
         knowledge = {**started.knowledge, **({"anchor-tokens": tokens} if task else {})}
         return replace(started, networks={"tokens": tokens}, knowledge=knowledge)
 
-    def payload(self, server: Server) -> Payload:
-        parts = {**super().payload(server), **anchor_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        parts = {**super().make_payload(server), **anchor_payload(server)}
         if (tokens := server.knowledge.get("anchor-tokens")) is not None:
             parts["anchor-tokens"] = Part("generator", tokens, once=True)
         return parts
@@ -136,7 +136,7 @@ class Dytox(FedAvg):
             return server
         return self.aggregate(server, cohort.ask(self.tune, server))
 
-    def own_model(self, server: Server) -> OwnModel:
+    def make_own_model(self, server: Server) -> OwnModel:
         """Return the network with the tokens of the tasks that it has heads for."""
         classes = self.token_spec["classes"][: len(server.spec.head_labels)]
         spec = {"model": server.spec.to_json(), **self.token_spec, "classes": classes}
@@ -154,7 +154,7 @@ class Dytox(FedAvg):
         for task, token in enumerate(training.networks["tokens"][0].children()):
             token.requires_grad_(task == training.client.task)
         if "anchor" in payload:
-            network = self.teachers.load(self.run.spec(training.client.task), payload["anchor"].tensors).eval()
+            network = self.teachers.load(self.run.make_spec(training.client.task), payload["anchor"].tensors).eval()
             self.teacher_tokens.load_state_dict(payload["anchor-tokens"].tensors)
             training.add(LastTokenModel(network, self.teacher_tokens))
 
@@ -162,19 +162,19 @@ class Dytox(FedAvg):
     def teacher_tokens(self) -> nn.Module:
         return build_task_tokens(self.token_spec).to(self.run.device).eval()
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        tuning = training.part(Tuning)
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        tuning = training.find_part(Tuning)
         if tuning is not None:
             return iterate_stored_epochs(training.client, tuning.samples, self.settings.tuning_epochs)
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network, tokens = training.network, training.networks["tokens"][0]
         embedded = embed_tokens(network, tokens, batch.inputs)
         logits = score_tokens(network, tokens, embedded)
         labels = find_columns(network.spec, batch.labels, batch.tasks)
-        last = training.part(LastTokenModel)
-        if last is None or training.part(Tuning) is not None:
+        last = training.find_part(LastTokenModel)
+        if last is None or training.find_part(Tuning) is not None:
             return compare_one_hot(logits, labels)
         answers = last.answer(batch.inputs)
         loss = compare_and_distil(logits, labels, answers, self.settings.temperature)
@@ -184,7 +184,7 @@ class Dytox(FedAvg):
 
     def select_exemplars(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with exemplars of the task that has ended; the answer itself is empty."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
         tokens = self.auxiliaries.start(client, payload)["tokens"][0]
         return Answer(
             {}, self.memory.add_task(client, network, lambda x: torch.cat(embed_tokens(network, tokens, x), 1))
@@ -192,16 +192,16 @@ class Dytox(FedAvg):
 
     # Tuning.
 
-    def tuned(self, network: Network) -> dict[str, nn.Parameter]:
+    def select_tuned(self, network: Network) -> dict[str, nn.Parameter]:
         """Return the network's parameters that tuning moves: all but the encoder's."""
         return {name: p for name, p in network.named_parameters() if not name.startswith(ENCODER)}
 
-    def tune_form(self, task: int, round: int) -> Form:
-        tuned = self.tuned(self.networks.of(self.run.spec(task + 1)))
+    def make_tune_form(self, task: int, round: int) -> Form:
+        tuned = self.select_tuned(self.networks.of(self.run.make_spec(task + 1)))
         return {
             "update": Part("update", {name: p.to("meta") for name, p in tuned.items()}, over="weight"),
             "weight": make_outline("count", {"weight": ()}, torch.float64),
-            **self.auxiliaries.form(),
+            **self.auxiliaries.make_form(),
         }
 
     def tune_on_exemplars(self, client: Client, payload: Payload) -> Answer:
@@ -210,7 +210,7 @@ class Dytox(FedAvg):
         samples = unpack_samples(client.memory)
         assert samples is not None  # the client has just chosen some of the task's
         training.add(Tuning(samples))
-        training.parameters = self.tuned(training.network)
+        training.parameters = self.select_tuned(training.network)
         convit = get_convit(training.network)
         convit.embed.eval()
         convit.layers.eval()
@@ -218,9 +218,9 @@ class Dytox(FedAvg):
         training.networks["tokens"] = (tokens.requires_grad_(True), replace(auxiliary, optimizer=self.tuning))
         return self.report(training, payload, training.run())
 
-    def optimisers(self, training: LocalTraining) -> list[ParameterGroup]:
+    def group_parameters(self, training: LocalTraining) -> list[ParameterGroup]:
         """Return tuning's learning rate for all parameters while a client tunes."""
-        if training.part(Tuning) is None:
+        if training.find_part(Tuning) is None:
             return []
         return [ParameterGroup(list(training.parameters), self.tuning)]
 

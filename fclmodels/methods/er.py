@@ -18,5 +18,5 @@ class Er(Replaying):
     name = "er"
     paper = "On Tiny Episodic Memories in Continual Learning"
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return descend_both(self, training, batch, self.cross_entropy)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.compute_cross_entropy)

@@ -74,7 +74,7 @@ class Ewc(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.take_fisher = self.declare(Exchange("remember", self.payload, self.add_springs))
+        self.take_fisher = self.declare(Exchange("remember", self.make_payload, self.add_springs))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.take_fisher, server)
@@ -82,8 +82,8 @@ class Ewc(FedAvg):
 
     def add_springs(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with the springs of the task that has ended; the answer itself is empty."""
-        weights = self.client_weights(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), weights)
+        weights = self.join_own_weights(client, payload)
+        network = self.networks.load(self.run.make_spec(client.task + 1), weights)
         fisher = self.measure_fisher(client, network.eval())
         centre = {name: weights[name] for name in fisher}
         if "fisher" in client.memory:
@@ -96,8 +96,8 @@ class Ewc(FedAvg):
 
     def measure_fisher(self, client: Client, network: Network) -> Tensors:
         """Return F of the client's samples, mean over them, for the parameters that later tasks move."""
-        names = self.trainable(network, client.task + 1).keys()
-        random = client.generator("fisher")
+        names = self.select_trainable(network, client.task + 1).keys()
+        random = client.make_generator("fisher")
         rows = client.rows.draw_some(self.settings.samples, random)
         total = {name: torch.zeros_like(network.get_parameter(name)) for name in names}
         for batch in self.run.batches.iterate_ordered(rows, BATCH):
@@ -122,7 +122,7 @@ class Ewc(FedAvg):
         signs = torch.randint(2, log_p.shape, generator=random).to(log_p) * 2 - 1
         return (signs * (log_p.detach() / 2).exp() * log_p).sum(1)
 
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Add lambda F (w - centre), for the rows of a head that were there when F was taken."""
         add_spring_forces(training, "fisher", "centre", self.settings.lam)
 

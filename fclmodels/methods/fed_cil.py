@@ -89,13 +89,13 @@ class FedCil(FedAvg):
         self.labels = LabelSets(run)
         self.declare(self.labels.exchange)
         # Generators of the past and of others, beside the one that trains.
-        self.others = [AuxiliaryNetworks(self.auxiliary_networks(), run.seed, run.device) for _ in range(2)]
+        self.others = [AuxiliaryNetworks(self.list_auxiliary_networks(), run.seed, run.device) for _ in range(2)]
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        classes = count_columns(self.run.spec(len(self.run.splits.tasks)))
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        classes = count_columns(self.run.make_spec(len(self.run.splits.tasks)))
         sizes = {"noise": self.settings.noise, "width": self.settings.width}
         generator = {**sizes, "classes": classes, "shape": list(self.run.splits.shape)}
-        judge = {"features": build_skeleton(self.run.spec(1)).backbone.features}
+        judge = {"features": build_skeleton(self.run.make_spec(1)).backbone.features}
         return [
             Auxiliary("generator", generator, build_generator, "averaged"),
             Auxiliary("judge", judge, build_judge, "averaged", self.run.params.optimizer),
@@ -119,7 +119,7 @@ class FedCil(FedAvg):
             Obstacle("draws images with each client's generator", "Use mean") if self.settings.consolidation else None
         )
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         if not self.settings.consolidation:
             return []
         states = self.auxiliaries.create_initial()["generator"].values()
@@ -143,8 +143,8 @@ class FedCil(FedAvg):
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         return self.labels.ask(server, cohort)
 
-    def payload(self, server: Server) -> Payload:
-        parts = {**super().payload(server), **self.labels.payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        parts = {**super().make_payload(server), **self.labels.make_payload(server)}
         if "past" in server.knowledge:
             parts["past"] = Part("generator", server.knowledge["past"], once=True)
         return parts
@@ -156,9 +156,9 @@ class FedCil(FedAvg):
         round, start = server.knowledge["rounds"], server.networks["generator"]
         # What comes late is a change of an earlier generator, which is not there any more.
         punctual = [client for client in replies.clients if replies.facts[client]["base_round"] == round]
-        weights, columns = (dict(replies.each(part)) for part in ("weight", "columns"))
+        weights, columns = (dict(replies.yield_each(part)) for part in ("weight", "columns"))
         uploads = dict(server.knowledge["uploads"])
-        for client, change in replies.each("generator-update"):
+        for client, change in replies.yield_each("generator-update"):
             if client in punctual:
                 weight = weights[client]["weight"]
                 state = {**start, **{n: start[n] + (c / weight).to(c.dtype) for n, c in change.items()}}
@@ -171,7 +171,7 @@ class FedCil(FedAvg):
         knowledge, task = server.knowledge, server.task
         network = self.networks.load(server.spec, server.weights)
         self.set_modes(network, task)
-        parameters = self.trainable(network, task)
+        parameters = self.select_trainable(network, task)
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in parameters)
         generator, judge = (
@@ -205,15 +205,15 @@ class FedCil(FedAvg):
 
     # On a client.
 
-    def update_form(self, task: int, round: int) -> Form:
-        form = super().update_form(task, round)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form = super().make_update_form(task, round)
         if not self.settings.consolidation:
             return form
         single = {name: replace(form[name], least="each") for name in ("generator-update", "weight")}
-        columns = count_columns(self.run.spec(task + 1))
+        columns = count_columns(self.run.make_spec(task + 1))
         return {**form, **single, "columns": make_outline("count", {"columns": (2, columns)}, least="each")}
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return which columns the client has samples of in this task, and so far."""
         if not self.settings.consolidation:
             return {}
@@ -252,17 +252,17 @@ class FedCil(FedAvg):
         optimiser = make_generator_adam(generator, self.settings.generator_lr)
         training.add(GanTraining(gan, optimiser, own.to(device), sets["now"], past, server))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, of = training.network, training.part(GanTraining)
-        features = training.features(batch)
-        nll = self.cross_entropy(network, features, batch.labels, training.client.task)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network, of = training.network, training.find_part(GanTraining)
+        features = training.compute_features(batch)
+        nll = self.compute_cross_entropy(network, features, batch.labels, training.client.task)
         if of is None:
             return nll
         columns = find_columns(network.spec, batch.labels, batch.tasks)
         return of.measure_critic(features, nll, columns, self.settings.consistency)
 
-    def after(self, training: LocalTraining) -> None:
-        if (of := training.part(GanTraining)) is not None:
+    def finish_step(self, training: LocalTraining) -> None:
+        if (of := training.find_part(GanTraining)) is not None:
             of.step_generator()
 
 

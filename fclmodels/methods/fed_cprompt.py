@@ -80,21 +80,21 @@ class FedCPrompt(AdapterTraining):
         global_model = self.compared[0].load(training.network.spec, start).eval()
         last_model = None
         if task > 0:
-            spec = self.run.spec(task)
+            spec = self.run.make_spec(task)
             last_model = self.compared[1].load(spec, crop(start, spec.label_count)).eval()
         training.add(Models(global_model, last_model))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network, task, settings = training.network, training.client.task, self.settings
         features = self.compute_features(network, batch, task)
-        loss = self.cross_entropy(network, features, batch.labels, task)
+        loss = self.compute_cross_entropy(network, features, batch.labels, task)
         if not settings.lam:
             return loss
-        if prompts := training.part(Prompts):
+        if prompts := training.find_part(Prompts):
             own = flatten_prompts(training.parameters, task)
             further = contrast_prompts(own, prompts.start, prompts.earlier, settings.gamma, settings.margin)
             return loss + settings.lam * further
-        if models := training.part(Models):
+        if models := training.find_part(Models):
             with torch.no_grad():
                 start = self.compute_features(models.start, batch, task)
                 last = None if models.last is None else self.compute_features(models.last, batch, task)

@@ -54,7 +54,7 @@ class OwnHead(TrainedNetwork):
     def is_personal(self) -> bool:
         return True
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         return {name for name in network.state_dict() if name.startswith(HEADS)}
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
@@ -91,20 +91,22 @@ class FedAs(FedAvg):
 
     # On the server.
 
-    def largest_weight(self, task: int) -> float:
+    def bound_client_weight(self, task: int) -> float:
         return MOST_SAMPLES
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         """Return the server after a round: heads too go the way to their mean, of which eta_g is taken."""
         moved, total = super().aggregate(server, replies), replies.sum("weight")["weight"].item()
-        share = self.server_lr(server.task)
+        share = self.find_server_lr(server.task)
         heads = {n: server.weights[n].lerp(T_h / total, share) for n, T_h in replies.sum("heads").items()}
         return replace(moved, weights={**moved.weights, **heads})
 
-    def update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
-        heads = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name.startswith(HEADS)}
-        return {**super().update_form(task, round), "heads": Part("weights", heads, over="weight")}
+    def make_update_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
+        heads = {
+            name: p.to("meta") for name, p in self.select_trainable(network, task).items() if name.startswith(HEADS)
+        }
+        return {**super().make_update_form(task, round), "heads": Part("weights", heads, over="weight")}
 
     # On a client.
 
@@ -119,7 +121,7 @@ class FedAs(FedAvg):
         """Return P_y [F] by label, on the client's own last backbone; none before it has trained one."""
         if "base" not in client.memory or not self.settings.align_lr:
             return {}
-        spec = self.run.spec(client.task + 1)
+        spec = self.run.make_spec(client.task + 1)
         network = self.networks.load(spec, self.select_own_weights(client, payload))
         batches = self.run.batches.iterate_ordered(client.rows, self.run.params.evaluation.batch_size)
         total = add_up_classes(network, batches, client.task)
@@ -135,19 +137,20 @@ class FedAs(FedAvg):
         optimiser = Sgd(moving, self.settings.align_lr, 0.0, 0.0)
         key = ("align", client.task, client.round, client.index)
         with seed_torch(self.run.seed, *key, device=self.run.device):
-            random = client.generator("align")
+            random = client.make_generator("align")
             for batch in self.run.batches.iterate_shuffled(client.rows, self.settings.align_batch, random):
                 optimiser.zero_grad()
                 measure_misalignment(network.backbone(batch.inputs), batch.labels, means).backward()
                 optimiser.step()
         optimiser.zero_grad()
 
-    def client_weight(self, training: LocalTraining) -> float:
+    def compute_client_weight(self, training: LocalTraining) -> float:
         """Return T of the client's trained model."""
         client, network = training.client, training.network.eval()
         batches = self.run.batches.iterate_ordered(client.rows, self.run.params.federation.batch_size)
         losses = (
-            self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task) for batch in batches
+            self.compute_cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
+            for batch in batches
         )
         traces = measure_traces(losses, list(training.parameters.values()))
         total = sum(traces) / (len(traces) if self.settings.fisher == "mean" else 1)
@@ -155,9 +158,9 @@ class FedAs(FedAvg):
         training.add(Trace(weight))
         return weight
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the client's heads, times T."""
-        trace = training.part(Trace)
+        trace = training.find_part(Trace)
         assert trace is not None
         heads = {name: p for name, p in training.parameters.items() if name.startswith(HEADS)}
         return {"heads": {name: p.detach() * trace.weight for name, p in heads.items()}}
@@ -169,11 +172,11 @@ class FedAs(FedAvg):
 
     def select_own_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
         """Return the model that a client last trained; what it has not trained is as it begins."""
-        return {**self.client_weights(client, payload), **client.memory.get("base", {})}
+        return {**self.join_own_weights(client, payload), **client.memory.get("base", {})}
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
         weights = self.select_own_weights(client, payload)
-        return predict_by_heads(self.networks.load(self.run.spec(client.task + 1), weights))
+        return predict_by_heads(self.networks.load(self.run.make_spec(client.task + 1), weights))
 
 
 def measure_misalignment(features: Tensor, labels: Tensor, means: dict[int, Tensor]) -> Tensor:

@@ -51,31 +51,31 @@ class FedAvg(Method):
             network = TrainedNetwork(run, settings.batch_norm)
         self.network = network
         super().__init__(settings, run)
-        self.declare(Exchange(TRAIN, self.payload, self.train, self.update_form))
+        self.declare(Exchange(TRAIN, self.make_payload, self.train, self.make_update_form))
 
     # On the server.
 
-    def setup(self) -> Server:
-        spec = self.run.spec(1)
+    def create_server(self) -> Server:
+        spec = self.run.make_spec(1)
         if self.run.params.model.keep_frozen:
             from fclmodels.federation.training.frozen_activations import refuse_what_cannot_be_kept
 
-            refuse_what_cannot_be_kept(self, self.networks.load(spec, self.network.initial_weights(spec)))
-        return Server(spec, self.network.initial_weights(spec), networks=self.auxiliaries.create_initial())
+            refuse_what_cannot_be_kept(self, self.networks.load(spec, self.network.make_initial_weights(spec)))
+        return Server(spec, self.network.make_initial_weights(spec), networks=self.auxiliaries.create_initial())
 
     def start_task(self, server: Server, task: int) -> Server:
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         return replace(server, spec=spec, weights=self.network.grow(server.weights, server.spec, spec), task=task)
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         undownloaded = self.network.list_undownloaded_names(server.spec)
         weights = {name: tensor for name, tensor in server.weights.items() if name not in undownloaded}
-        return {"weights": Part("weights", weights), **self.auxiliaries.payload(server.networks)}
+        return {"weights": Part("weights", weights), **self.auxiliaries.make_payload(server.networks)}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         total = replies.sum("weight")["weight"].item()
         # Running statistics are averaged as they are: a step beyond their mean could make a variance negative.
-        shares = {"update": self.server_lr(server.task) / total, "statistics": 1 / total}
+        shares = {"update": self.find_server_lr(server.task) / total, "statistics": 1 / total}
         sums = {"update": self.project(server, self.combine(replies))}
         if "statistics" in replies.parts:
             sums["statistics"] = replies.sum("statistics")
@@ -85,7 +85,7 @@ class FedAvg(Method):
             for name, change in changes.items()
         }
         networks = server.networks
-        if averaged := self.auxiliaries.at("averaged"):
+        if averaged := self.auxiliaries.list_at("averaged"):
             updates = {a.update_part: replies.sum(a.update_part) for a in averaged}
             networks = self.auxiliaries.average(networks, updates, shares["update"])
         return replace(server, weights={**server.weights, **moved}, networks=networks)
@@ -98,22 +98,25 @@ class FedAvg(Method):
         """Return the part of the clients' summed update that the server applies."""
         return update
 
-    def predictor(self, server: Server) -> Predictor:
-        if own := self.own_model(server):
+    def make_predictor(self, server: Server) -> Predictor:
+        if own := self.make_own_model(server):
             return own.load_into(self.build_own_model(own.spec).to(self.run.device))
         network = self.networks.load(server.spec, server.weights)
-        return predict_by_heads(network, self.router(server), self.fitted_head(server))
+        return predict_by_heads(network, self.make_router(server), self.find_head(server))
 
-    def all_weights(self, server: Server) -> dict[str, Tensor]:
-        return self.network.all_weights(server.weights)
+    def list_all_weights(self, server: Server) -> dict[str, Tensor]:
+        return self.network.list_all_weights(server.weights)
 
     # What travels in a round of training.
 
-    def update_form(self, task: int, round: int) -> Form:
+    def make_update_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's update, its weight, and changes of running statistics where they travel."""
-        network = self.networks.of(self.run.spec(task + 1))
-        personal, unsent = self.network.personal_names(network), self.network.list_unsent_names(network, task, round)
-        update = {name: p.to("meta") for name, p in self.trainable(network, task).items() if name not in unsent}
+        network = self.networks.of(self.run.make_spec(task + 1))
+        personal, unsent = (
+            self.network.list_personal_names(network),
+            self.network.list_unsent_names(network, task, round),
+        )
+        update = {name: p.to("meta") for name, p in self.select_trainable(network, task).items() if name not in unsent}
         parts = {
             "update": Part("update", update, over="weight"),
             "weight": make_outline("count", {"weight": ()}, torch.float64),
@@ -122,7 +125,7 @@ class FedAvg(Method):
         if averaged:
             statistics = {name: network.get_buffer(name).to("meta") for name in averaged}
             parts["statistics"] = Part("statistics", statistics, over="weight")
-        return {**parts, **self.auxiliaries.form()}
+        return {**parts, **self.auxiliaries.make_form()}
 
     def train(self, client: Client, payload: Payload) -> Answer:
         """Return the client's update and running statistics' change, both times its weight, and its memory."""
@@ -132,26 +135,26 @@ class FedAvg(Method):
     def report(self, training: LocalTraining, payload: Payload, loss: float) -> Answer:
         """Return the answer of a client that has just trained, with this mean loss."""
         client, network, start = training.client, training.network, training.start
-        update, weight = training.update(), self.client_weight(training)
-        averaged = list_statistics(network) - self.network.personal_names(network)
+        update, weight = training.update(), self.compute_client_weight(training)
+        averaged = list_statistics(network) - self.network.list_personal_names(network)
         changes = {name: network.get_buffer(name) - start[name] for name in averaged if name in start}
         torch._foreach_mul_([*update.values(), *changes.values()], weight)
         tensors = {
             "update": update,
             "weight": {"weight": torch.tensor(weight, dtype=torch.float64)},
             **({"statistics": changes} if changes else {}),
-            **self.auxiliaries.updates(training.networks, payload, weight),
-            **self.further_parts(training, payload),
+            **self.auxiliaries.collect_updates(training.networks, payload, weight),
+            **self.make_further_parts(training, payload),
         }
         return Answer(tensors, self.remember(training), loss, len(client.rows))
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return further parts of the answer of a client that has just trained, which a method's form declares."""
         return {}
 
     # On a client.
 
-    def client_weight(self, training: LocalTraining) -> float:
+    def compute_client_weight(self, training: LocalTraining) -> float:
         """Return the weight in the average of a client that has just trained."""
         return training.client.weight
 
@@ -159,27 +162,27 @@ class FedAvg(Method):
         """Return the memory of a client that has just trained, with the tensors that stay with it."""
         network, memory = training.network, training.client.memory
         state = network.state_dict()
-        personal = {name: state[name].clone() for name in sorted(self.network.personal_names(network))}
+        personal = {name: state[name].clone() for name in sorted(self.network.list_personal_names(network))}
         further = {
             **({"personal": personal} if personal else {}),
-            **self.auxiliaries.memory(training.networks),
+            **self.auxiliaries.make_memory(training.networks),
             **(training.collect_optimiser_memory() if self.keeps_optimisers else {}),
         }
         return {**memory, **further} if further else memory
 
-    def client_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+    def join_own_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
         """Return the weights that a client was sent, with those that stay with it.
 
         Of a head that has grown since the client trained it, the new rows are the server's.
         """
-        weights = {**payload["weights"].tensors, **self.network.draw_undownloaded(self.run.spec(client.task + 1))}
+        weights = {**payload["weights"].tensors, **self.network.draw_undownloaded(self.run.make_spec(client.task + 1))}
         own: dict[str, Tensor] = client.memory.get("personal", {})
         return {**weights, **{name: join_new_rows(tensor, weights[name]) for name, tensor in own.items()}}
 
     def prepare_training(self, client: Client, payload: Payload) -> LocalTraining:
         """Return the local training of a client from what it has downloaded, ready to run."""
-        start = self.client_weights(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), start)
+        start = self.join_own_weights(client, payload)
+        network = self.networks.load(self.run.make_spec(client.task + 1), start)
         self.set_modes(network, client.task)
         training = LocalTraining(self, client, network, start)
         training.networks = self.auxiliaries.start(client, payload)
@@ -190,9 +193,9 @@ class FedAvg(Method):
     def is_personal(self) -> bool:
         return self.network.is_personal
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        weights = self.client_weights(client, payload)
-        return predict_by_heads(self.networks.load(self.run.spec(client.task + 1), weights))
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        weights = self.join_own_weights(client, payload)
+        return predict_by_heads(self.networks.load(self.run.make_spec(client.task + 1), weights))
 
     def prepare_network(self, network: nn.Module) -> None:
         self.network.prepare(network)
@@ -204,21 +207,23 @@ class FedAvg(Method):
     def set_modes(self, network: Network, task: int) -> None:
         self.network.set_modes(network, self.freezes(task))
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        parameters = self.network.trainable(network, task, self.freezes(task))
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        parameters = self.network.select_trainable(network, task, self.freezes(task))
         heads = dict(network.heads.named_parameters("heads")) if self.trains_earlier_heads else {}
         return {**parameters, **heads}
 
     # The loss.
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return self.cross_entropy(training.network, training.features(batch), batch.labels, training.client.task)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.compute_cross_entropy(
+            training.network, training.compute_features(batch), batch.labels, training.client.task
+        )
 
     @property
     def loss_is_of_features(self) -> bool:
-        return type(self).loss is FedAvg.loss
+        return type(self).compute_loss is FedAvg.compute_loss
 
-    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return the cross entropy over all classes so far, or the task's (own head, or `model.loss_over: task`)."""
         if self.loss_is_over_seen(network.spec):
             return cross_entropy(network.compute_logits(features), labels)
@@ -227,12 +232,14 @@ class FedAvg(Method):
     def loss_is_over_seen(self, spec: ModelSpec) -> bool:
         return spec.head == "growing" and self.run.params.model.loss_over == "seen"
 
-    def cross_entropy_by_task(self, network: Network, features: Tensor, labels: Tensor, tasks: Tensor) -> Tensor:
+    def compute_cross_entropy_by_task(
+        self, network: Network, features: Tensor, labels: Tensor, tasks: Tensor
+    ) -> Tensor:
         """Return the mean loss over samples of several tasks, each in its own task."""
         present = tasks.unique().tolist()
         members = [tasks == task for task in present]
         losses = [
-            self.cross_entropy(network, features[mine], labels[mine], task) * mine.sum()
+            self.compute_cross_entropy(network, features[mine], labels[mine], task) * mine.sum()
             for task, mine in zip(present, members, strict=True)
         ]
         return sum(losses) / len(labels)

@@ -88,7 +88,7 @@ class FedDbe(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run, SharedNetwork(run, settings.batch_norm))
-        self.gather = self.declare(Exchange("consensus", super().payload, self.send_mean, self.mean_form))
+        self.gather = self.declare(Exchange("consensus", super().make_payload, self.send_mean, self.make_mean_form))
 
     # On the server.
 
@@ -100,23 +100,26 @@ class FedDbe(FedAvg):
         mean = (total["sum"] / total["weight"])[0].float()
         return replace(server, knowledge={**server.knowledge, "consensus": {"mean": mean}})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         if "consensus" not in server.knowledge:
-            return super().payload(server)
-        return {**super().payload(server), "consensus": Part("prototype", server.knowledge["consensus"], once=True)}
+            return super().make_payload(server)
+        return {
+            **super().make_payload(server),
+            "consensus": Part("prototype", server.knowledge["consensus"], once=True),
+        }
 
     # On a client.
 
-    def mean_form(self, task: int, round: int) -> Form:
+    def make_mean_form(self, task: int, round: int) -> Form:
         """Return the outline of a client's running mean, times its number of samples, and that number."""
-        features = self.networks.of(self.run.spec(task + 1)).backbone.features
+        features = self.networks.of(self.run.make_spec(task + 1)).backbone.features
         return {"means": make_outline("prototype", {"weight": (1,), "sum": (1, features)}, torch.float64)}
 
     def send_mean(self, client: Client, payload: Payload) -> Answer:
         """Return the running mean of a client's features at the end of a training, and its memory as it was."""
         training = self.prepare_training(client, payload)
         training.run()
-        mean = training.part(RunningMean)
+        mean = training.find_part(RunningMean)
         assert mean is not None
         assert mean.value is not None
         count = torch.tensor([len(client.rows)], dtype=torch.float64)
@@ -128,31 +131,35 @@ class FedDbe(FedAvg):
             consensus = payload["consensus"].tensors["mean"].to(self.run.device)
             training.add(Shift(training.client.memory.get("shift", torch.zeros_like(consensus)), consensus))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        features, mean, shift = training.features(batch), training.part(RunningMean), training.part(Shift)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        features, mean, shift = (
+            training.compute_features(batch),
+            training.find_part(RunningMean),
+            training.find_part(Shift),
+        )
         r = None if mean is None else mean.follow(features)
         if shift is None:
-            return self.cross_entropy(training.network, features, batch.labels, training.client.task)
-        loss = self.cross_entropy(training.network, features + shift.vector, batch.labels, training.client.task)
+            return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
+        loss = self.compute_cross_entropy(training.network, features + shift.vector, batch.labels, training.client.task)
         if r is None or not self.settings.kappa:
             return loss
         return loss + self.settings.kappa * measure_bias(r, shift.consensus)
 
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Take the step of the client's vector, beside the model's."""
-        shift = training.part(Shift)
+        shift = training.find_part(Shift)
         if shift is not None and shift.vector.grad is not None:
             rate = training.lr if self.settings.shift_lr is None else self.settings.shift_lr
             shift.vector.sub_(shift.vector.grad, alpha=rate)
             shift.vector.grad = None
 
     def remember(self, training: LocalTraining) -> Memory:
-        shift, memory = training.part(Shift), super().remember(training)
+        shift, memory = training.find_part(Shift), super().remember(training)
         return memory if shift is None else {**memory, "shift": shift.vector.detach().clone()}
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload)).eval()
         if "shift" not in client.memory:
             return predict_by_heads(network)
 

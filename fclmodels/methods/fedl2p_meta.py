@@ -91,21 +91,21 @@ class FedL2pMeta(FedAvg):
         refuse_late_answers(run, "fedl2p-meta has rounds of two kinds")
         super().__init__(settings, run, SharedNetwork(run, settings.batch_norm))
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        spec = describe_steering(self.networks.of(self.run.spec(1)), self.settings.lr)
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        spec = describe_steering(self.networks.of(self.run.make_spec(1)), self.settings.lr)
         return [Auxiliary(STEERING, spec, Steering, "server")]
 
     def steers(self, task: int, round: int) -> bool:
         """Return whether a round trains the networks: the last of a task, one at least where there are two."""
-        rounds = self.run.rounds(task)
+        rounds = self.run.count_rounds(task)
         count = max(round_half_down(rounds * self.settings.share), 1) if self.settings.share and rounds > 1 else 0
         return round >= rounds - count
 
     # On the server.
 
-    def update_form(self, task: int, round: int) -> Form:
+    def make_update_form(self, task: int, round: int) -> Form:
         if not self.steers(task, round):
-            return super().update_form(task, round)
+            return super().make_update_form(task, round)
         state = {n: tensor.to("meta") for n, tensor in self.auxiliaries.create_initial()[STEERING].items()}
         return {
             UPDATE: Part("update", state, over="weight", of=STEERING),
@@ -115,7 +115,7 @@ class FedL2pMeta(FedAvg):
     def aggregate(self, server: Server, replies: Replies) -> Server:
         if UPDATE not in replies.parts:
             return super().aggregate(server, replies)
-        share = self.server_lr(server.task) / replies.sum("weight")["weight"].item()
+        share = self.find_server_lr(server.task) / replies.sum("weight")["weight"].item()
         state, moved = server.networks[STEERING], replies.sum(UPDATE)
         return replace(server, networks={STEERING: {n: w.add(moved[n], alpha=share) for n, w in state.items()}})
 
@@ -131,7 +131,7 @@ class FedL2pMeta(FedAvg):
     def train_steering(self, client: Client, payload: Payload) -> Answer:
         """Return how far the networks have moved on a client's rows, times its weight."""
         raw = self.run.batches.read_raw(client.rows)
-        order = torch.randperm(len(raw.labels), generator=self.run.generator("apart", client.task, client.index))
+        order = torch.randperm(len(raw.labels), generator=self.run.make_generator("apart", client.task, client.index))
         count = max(1, len(order) // APART)
         apart, own = raw.take(order[:count]), raw.take(order[count:] if len(order) > 1 else order)
         tuning = self.prepare_tuning(client, payload, own)
@@ -141,7 +141,7 @@ class FedL2pMeta(FedAvg):
             Sgd(nets, self.settings.meta_lr, 0.0, 0.0),
             Sgd([steering.rates], self.settings.rates_lr, 0.0, 0.0),
         ]
-        random, prepare = client.generator("tuning"), self.run.batches.prepare_inputs
+        random, prepare = client.make_generator("tuning"), self.run.batches.prepare_inputs
         size = self.run.params.federation.batch_size
         loss = torch.zeros(())
         with ExitStack() as contexts:
@@ -199,7 +199,7 @@ class FedL2pMeta(FedAvg):
 
     def prepare_tuning(self, client: Client, payload: Payload, own: Batch) -> SteeredTuning:
         """Return the tuning of the model that a client was sent, which looks at these raw rows."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload)).eval()
         tuned = list_tuned(network, client.task)
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in tuned)
@@ -208,7 +208,7 @@ class FedL2pMeta(FedAvg):
         )
 
         def score(features: Tensor, batch: Batch) -> Tensor:
-            return self.cross_entropy(network, features, batch.labels, client.task)
+            return self.compute_cross_entropy(network, features, batch.labels, client.task)
 
         return SteeredTuning(network, client.task, score, facts)
 
@@ -229,14 +229,14 @@ class FedL2pMeta(FedAvg):
 
         return [prepare(own.take(places)) for places in islice(passes(), self.settings.steps)]
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
         if not len(client.rows):
-            network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+            network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
             return predict_by_heads(network)
         own = self.run.batches.read_raw(client.rows)
         tuning = self.prepare_tuning(client, payload, own)
         rates, shares = (t.detach() for t in self.load_steering(payload).steer(tuning.facts))
-        batches = self.draw(own, client.generator("tuning"))
+        batches = self.draw(own, client.make_generator("tuning"))
         values = tuning.descend(tuning.read(), batches, rates, shares)
         return answer_tuned(tuning, values, shares, tuning.record(batches, shares, values))
 

@@ -37,8 +37,8 @@ class FedOMG(FedAvg):
     def obstacle_to_robust_rules(self) -> Obstacle | None:
         return Obstacle("aligns them", "Use mean")
 
-    def update_form(self, task: int, round: int) -> Form:
-        return require_single_updates(super().update_form(task, round))
+    def make_update_form(self, task: int, round: int) -> Form:
+        return require_single_updates(super().make_update_form(task, round))
 
     def combine(self, replies: Replies) -> dict[str, Tensor]:
         return self.alignment.combine(replies)

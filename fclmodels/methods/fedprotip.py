@@ -124,7 +124,7 @@ class FedProTIP(FedAvg):
         self.sums_bases = settings.union == "weighted-sum"
         self.adapts = settings.threshold_by == "knowledge"
         self.core_bases = self.declare(
-            Exchange("bases", self.bases_payload, self.answer_core_bases, self.core_bases_form)
+            Exchange("bases", self.make_bases_payload, self.answer_core_bases, self.make_core_bases_form)
         )
         if self.identity:
             self.declare(self.identity.references)
@@ -144,13 +144,16 @@ class FedProTIP(FedAvg):
             "sends bases, spectra and references, and noise would fill all their directions", "Use methods.fot"
         )
 
-    def remarks(self, knowledge: Any) -> list[str]:
-        return [*self.subspace.remarks(knowledge), *(self.identity.remarks(knowledge) if self.identity else [])]
+    def list_remarks(self, knowledge: Any) -> list[str]:
+        return [
+            *self.subspace.list_remarks(knowledge),
+            *(self.identity.list_remarks(knowledge) if self.identity else []),
+        ]
 
     # Training: projected on the clients, or with `projection: global` on the server.
 
-    def setup(self) -> Server:
-        server = super().setup()
+    def create_server(self) -> Server:
+        server = super().create_server()
         knowledge = self.subspace.begin(self.networks.load(server.spec, server.weights))
         return replace(server, knowledge=knowledge)
 
@@ -162,31 +165,31 @@ class FedProTIP(FedAvg):
             server = self.identity.start_task(server)
         return self.subspace.start_task(server)
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         local = self.settings.projection == "local"
-        return {**super().payload(server), **(self.subspace.payload(server) if local else {})}
+        return {**super().make_payload(server), **(self.subspace.make_payload(server) if local else {})}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         spans = {name: payload[name].tensors if name in payload else {} for name in ("bases", "complements")}
         self.projection.start(training, spans)
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return self.projection.trainable(super().trainable(network, task), task)
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return self.projection.select_trainable(super().select_trainable(network, task), task)
 
-    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
         return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
     def project(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.admissible(server, update) if self.settings.projection == "global" else update
+        return self.admit_changes(server, update) if self.settings.projection == "global" else update
 
-    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+    def admit_changes(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         network = self.networks.load(server.spec, server.weights)
         changes = self.projection.remove_frozen_rows(network, server.task, changes)
         return self.subspace.project(server, network, changes)
 
-    def router(self, server: Server) -> Router | None:
-        return self.identity.router(server) if self.identity else None
+    def make_router(self, server: Server) -> Router | None:
+        return self.identity.make_router(server) if self.identity else None
 
     # After a task, on the server.
 
@@ -196,7 +199,7 @@ class FedProTIP(FedAvg):
         if self.identity:
             bases[FEATURES] = self.identity.join_feature_bases(server)
         features: list[Tensor] = []
-        threshold = self.subspace.threshold(server.task)
+        threshold = self.subspace.find_threshold(server.task)
         sums: dict[str, dict[str, Tensor]] = {}
         turns = self._list_turns(cohort.clients)
         for clients in turns:
@@ -260,22 +263,22 @@ class FedProTIP(FedAvg):
         if self.settings.exchange == "sketch":
             yield dict(replies.sum("directions"))
         else:
-            features = dict(replies.each("features")) if "features" in replies.parts else {}
-            for client, directions in replies.each("directions"):
+            features = dict(replies.yield_each("features")) if "features" in replies.parts else {}
+            for client, directions in replies.yield_each("directions"):
                 yield {**directions, **features.get(client, {})}
 
     # The exchange of core bases.
 
-    def bases_payload(self, server: Server, bases: Bases) -> Payload:
+    def make_bases_payload(self, server: Server, bases: Bases) -> Payload:
         payload = {"weights": Part("weights", server.weights), "bases": Part("basis", bases)}
         if "before" in server.knowledge:
             payload["before"] = Part("weights", server.knowledge["before"])
         return payload
 
-    def core_bases_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
+    def make_core_bases_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
         dtype = next(network.parameters()).dtype
-        layers = {name: layer.width for name, layer in self.subspace.layers(network).items()}
+        layers = {name: layer.width for name, layer in self.subspace.list_layers(network).items()}
         features = {FEATURES: network.backbone.features} if self.identity else {}
         widths = layers | features
         numbers = {
@@ -305,8 +308,8 @@ class FedProTIP(FedAvg):
 
     def answer_core_bases(self, client: Client, payload: Payload) -> Answer:
         """Return core bases of the client's layer inputs outside of the bases that it was sent."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
-        bases, layers = payload["bases"].tensors, self.subspace.all_layers(network)
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors)
+        bases, layers = payload["bases"].tensors, self.subspace.list_all_layers(network)
         layer_of = {name: LAST if name == FEATURES else name for name in bases}
         # Eq. 8 needs the singular values of the m_s columns, which a Gram matrix would square.
         observed = {name: layers[name] for name in layer_of.values()}
@@ -326,11 +329,11 @@ class FedProTIP(FedAvg):
         columns used to all, so that clients with more data count more (eq. 40 for the sketch). Further parts: squared
         singular values, padded to d, the numbers of columns used and of all, and of a weighted sum the energies.
         """
-        sketch, random = self.settings.exchange == "sketch", client.generator("sketch")
+        sketch, random = self.settings.exchange == "sketch", client.make_generator("sketch")
         directions, squares, columns, energies = {}, {}, {}, {}
         for name, X in inputs.items():
             U, sigma = X.decompose_principal(bases[name])
-            U = U[:, : self._rank(name, X, bases[name], sigma, client.task)]
+            U = U[:, : self._find_rank(name, X, bases[name], sigma, client.task)]
             scaled = U * sigma[: U.shape[1]] * (X.total / X.count) ** 0.5
             # Vectors of small singular values, from a Gram matrix, are orthogonal to some 1e-3 only.
             leading = scaled if name == FEATURES or self.sums_bases else torch.linalg.qr(U).Q
@@ -351,10 +354,10 @@ class FedProTIP(FedAvg):
         """Return the columns of a layer's sketch; of a wide layer no more than it has room for."""
         return limit_columns(self.settings.sketch_width or d, d)
 
-    def _rank(self, name: str, X: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
+    def _find_rank(self, name: str, X: LayerInputs, basis: Tensor, sigma: Tensor, task: int) -> int:
         if name == FEATURES:  # by energy, a task whose features are much like earlier ones' would have no direction
             return rank_by_mass(sigma, self.settings.tip_threshold)
-        threshold = self.subspace.threshold(task)
+        threshold = self.subspace.find_threshold(task)
         if self.settings.rank_rule == "residual-mass":
             return rank_by_mass(sigma, threshold)
         energy = X.measure_energy()

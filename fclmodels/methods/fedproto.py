@@ -50,7 +50,7 @@ class PersonalNetwork(TrainedNetwork):
     def is_personal(self) -> bool:
         return True
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         return set(network.state_dict())
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
@@ -112,33 +112,33 @@ class FedProto(FedAvg):
             total[name][: len(old)] = old
         return replace(started, knowledge={"prototypes": {name: total[name] for name in ("weight", "sum")}})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         total = server.knowledge["prototypes"]
         means = total["sum"] / total["weight"].clamp(min=torch.finfo(torch.float64).tiny)[:, None]
         tensors = {"means": means.float(), "present": total["weight"] > 0}
-        return {**super().payload(server), "prototypes": Part("prototype", tensors)}
+        return {**super().make_payload(server), "prototypes": Part("prototype", tensors)}
 
-    def update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
+    def make_update_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
         rows = len(network.spec.tasks[task]), network.backbone.features
         outline = make_outline("prototype", {"weight": rows[:1], "sum": rows}, torch.float64, bound=BOUND)
-        return {**super().update_form(task, round), "moments": outline}
+        return {**super().make_update_form(task, round), "moments": outline}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         server = super().aggregate(server, replies)
         new = replies.sum("moments")
         if self.clip is not None:
-            new = from_units(new, self.clip, replies.noise("moments"))
+            new = from_units(new, self.clip, replies.compute_noise("moments"))
         labels, present = torch.tensor(server.spec.tasks[server.task]), new["weight"] > 0
         total = {name: value.clone() for name, value in server.knowledge["prototypes"].items()}
         for name, value in total.items():
             value[labels[present]] = new[name][present]
         return replace(server, knowledge={"prototypes": total})
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         if self.settings.predicts == "head" or not server.knowledge:
             return None
-        return self.fit_head(server.spec, self.payload(server))
+        return self.fit_head(server.spec, self.make_payload(server))
 
     def fit_head(self, spec: ModelSpec, payload: Payload) -> FittedHead:
         """Return the head whose largest logit is the class of the nearest prototype, a row for each column."""
@@ -148,24 +148,24 @@ class FedProto(FedAvg):
 
     # On a client.
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        spec = self.run.spec(client.task + 1)
-        network = self.networks.load(spec, self.client_weights(client, payload))
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        spec = self.run.make_spec(client.task + 1)
+        network = self.networks.load(spec, self.join_own_weights(client, payload))
         head = self.fit_head(spec, payload) if self.settings.predicts == "prototype" else None
         return predict_by_heads(network, fitted_head=head)
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Prototypes(**payload["prototypes"].tensors))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        features, prototypes = training.features(batch), training.part(Prototypes)
-        loss = self.cross_entropy(training.network, features, batch.labels, training.client.task)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        features, prototypes = training.compute_features(batch), training.find_part(Prototypes)
+        loss = self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
         if prototypes is None or not self.settings.lam:
             return loss
         return loss + self.settings.lam * prototypes.measure_distance(features, batch.labels)
 
     @torch.no_grad()
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the moments of the client's classes on its own model, in units of the clip under noise."""
         batches = self.run.batches.iterate_ordered(training.client.rows, AT_ONCE)
         sums = add_up_classes(training.network, batches, training.client.task, clip=self.clip)

@@ -22,6 +22,6 @@ class FedProx(FedAvg):
     settings: Settings
 
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         for name, gradient in training.gradients.items():
             gradient.add_(training.parameters[name] - training.start[name], alpha=self.settings.mu)

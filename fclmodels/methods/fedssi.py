@@ -58,7 +58,7 @@ class FedSsi(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         choose_rate(run, settings)
-        self.measure = self.declare(Exchange("remember", self.payload, self.add_importance))
+        self.measure = self.declare(Exchange("remember", self.make_payload, self.add_importance))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.measure, server)
@@ -75,7 +75,7 @@ class FedSsi(FedAvg):
                 f"Lower methods.fedssi.surrogate_lr, now {surrogate.lr:g}."
             )
         measured = divide_path(path, way, self.settings.damping)
-        later, old = self.trainable(surrogate.network, client.task + 1), client.memory.get("importance", {})
+        later, old = self.select_trainable(surrogate.network, client.task + 1), client.memory.get("importance", {})
         importance = {name: new for name, new in measured.items() if name in later}
         for name in importance.keys() & old.keys():
             importance[name] += extend_rows(old[name], len(importance[name]))
@@ -84,7 +84,7 @@ class FedSsi(FedAvg):
         )
 
     @torch.no_grad()
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         """Take the penalty's implicit step: w - w* shrinks by 1 / (1 + 2 lr alpha Omega)."""
         memory = training.client.memory
         for name, omega in memory.get("importance", {}).items() if self.settings.alpha else ():

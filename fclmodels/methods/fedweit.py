@@ -97,13 +97,13 @@ class FedWeit(FedAvg):
     settings: Settings
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        if run.spec(1).head != "per-task":
+        if run.make_spec(1).head != "per-task":
             raise UserError("methods.fedweit: each of its tasks has a head of its own. Use model.head: per-task.")
         if find_kind(run.splits.shape) is TEXTS or run.params.model.freeze:
             raise UserError("methods.fedweit decomposes all layers for images. Use images, and no model.freeze.")
         refuse_late_answers(run, "fedweit averages channels over those who sent them in a round")
         super().__init__(settings, run, DecomposedNetwork(run, "local"))
-        self.reveal = self.declare(Exchange("reveal", lambda: {}, self.end_task, self.added_form))
+        self.reveal = self.declare(Exchange("reveal", lambda: {}, self.end_task, self.make_added_form))
 
     @property
     def obstacle_to_robust_rules(self) -> Obstacle | None:
@@ -111,7 +111,7 @@ class FedWeit(FedAvg):
 
     # On the server.
 
-    def own_payload(self, server: Server, client: int) -> Payload:
+    def make_own_payload(self, server: Server, client: int) -> Payload:
         """Return the K: what others added in earlier tasks."""
         added = [one for one in server.knowledge.get("added", []) if one["client"] != client]
         tensors = {f"{k}.{name}": tensor for k, one in enumerate(added) for name, tensor in one["tensors"].items()}
@@ -119,8 +119,8 @@ class FedWeit(FedAvg):
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         """Return the server with the mean of each channel over its senders, of which eta_g is taken."""
-        parts = [Sparse.of_tensors(part) for _, part in replies.each("base")]
-        share = self.server_lr(server.task)
+        parts = [Sparse.of_tensors(part) for _, part in replies.yield_each("base")]
+        share = self.find_server_lr(server.task)
         moved = {
             name: server.weights[name].lerp(
                 average_channels(
@@ -135,7 +135,7 @@ class FedWeit(FedAvg):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         new = [
             {"client": client, "task": server.task, "tensors": tensors}
-            for client, tensors in cohort.ask(self.reveal).each("added")
+            for client, tensors in cohort.ask(self.reveal).yield_each("added")
             if fits_weights(tensors, server.weights)
         ]
         added = [*server.knowledge.get("added", []), *new][-self.settings.borrow or None :]
@@ -143,15 +143,15 @@ class FedWeit(FedAvg):
 
     # What travels.
 
-    def update_form(self, task: int, round: int) -> Form:
+    def make_update_form(self, task: int, round: int) -> Form:
         return {"base": self.outline(task, True)}
 
-    def added_form(self, task: int, round: int) -> Form:
+    def make_added_form(self, task: int, round: int) -> Form:
         return {"added": self.outline(task, False)}
 
     def outline(self, task: int, rows: bool) -> Part:
         """Return the outline of some rows of each weight, or of some entries."""
-        network = self.networks.of(self.run.spec(task + 1))
+        network = self.networks.of(self.run.make_spec(task + 1))
         shapes = {name: network.get_parameter(name).shape[1:] if rows else () for name in list_decomposed(network)}
         values = {name: torch.empty(0, *shape, device="meta") for name, shape in shapes.items()}
         places = {name: torch.empty(0, dtype=torch.int32, device="meta") for name in shapes}
@@ -159,7 +159,7 @@ class FedWeit(FedAvg):
 
     def report(self, training: LocalTraining, payload: Payload, loss: float) -> Answer:
         """Return the channels of B that count most in the client's task, and its memory."""
-        of = training.part(Decomposition)
+        of = training.find_part(Decomposition)
         assert of is not None
         places = {name: choose_channels(mask, self.settings.sparsity) for name, mask in of.mask.items()}
         values = {name: of.base[name].detach()[rows.long()] for name, rows in places.items()}
@@ -169,11 +169,15 @@ class FedWeit(FedAvg):
     # On a client.
 
     def prepare_training(self, client: Client, payload: Payload) -> LocalTraining:
-        spec, base = self.run.spec(client.task + 1), payload["weights"].tensors
+        spec, base = self.run.make_spec(client.task + 1), payload["weights"].tensors
         others = Others(unpack_added(payload))
         present = client.memory.get("present", {"task": -1})
         if present["task"] != client.task:
-            present = {**draw_present(base, len(others.parts), client.generator("masks")), "start": base, "local": {}}
+            present = {
+                **draw_present(base, len(others.parts), client.make_generator("masks")),
+                "start": base,
+                "local": {},
+            }
         network = self.networks.load(spec, {**base, **self.network.draw_undownloaded(spec), **present["local"]})
         self.set_modes(network, client.task)
         training = LocalTraining(self, client, network, base)
@@ -184,13 +188,13 @@ class FedWeit(FedAvg):
         training.parameters = {**of.parameters(), **local}
         return training
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        of, network, task = training.part(Decomposition), training.network, training.client.task
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        of, network, task = training.find_part(Decomposition), training.network, training.client.task
         if of is None:
-            return super().loss(training, batch)
+            return super().compute_loss(training, batch)
         weights = {name.removeprefix("backbone."): theta for name, theta in of.compose().items()}
         features = functional_call(network.backbone, weights, (batch.inputs,))
-        return self.cross_entropy(network, features, batch.labels, task) + self.measure_size(of, task)
+        return self.compute_cross_entropy(network, features, batch.labels, task) + self.measure_size(of, task)
 
     def measure_size(self, of: Decomposition, task: int) -> Tensor:
         """Return the terms of the loss that are about sizes."""
@@ -201,9 +205,9 @@ class FedWeit(FedAvg):
         return total + s.l_mask * torch.stack([w.abs().sum() for w in mask]).sum() if s.l_mask else total
 
     @torch.no_grad()
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         """Take the implicit step of the drift term: B - B_start shrinks by 1 / (1 + lr drift sum_i sigmoid(m_i)^2)."""
-        of = training.part(Decomposition)
+        of = training.find_part(Decomposition)
         if of is None:
             return
         for name, stiff in of.stiffness.items():
@@ -212,7 +216,7 @@ class FedWeit(FedAvg):
             B.copy_(start + (B - start) * share.view(-1, *[1] * (B.ndim - 1)))
 
     def remember(self, training: LocalTraining) -> Memory:
-        of, client = training.part(Decomposition), training.client
+        of, client = training.find_part(Decomposition), training.client
         assert of is not None
         own = f"heads.{client.task}."
         state = training.network.state_dict()
@@ -245,8 +249,8 @@ class FedWeit(FedAvg):
             {"added": own.to_tensors()}, {**memory, "tasks": {**memory.get("tasks", {}), str(client.task): facts}}
         )
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        spec = self.run.spec(client.task + 1)
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        spec = self.run.make_spec(client.task + 1)
 
         def predict(inputs: Tensor) -> Prediction:
             logits = []
@@ -259,7 +263,7 @@ class FedWeit(FedAvg):
 
     def compose_task(self, client: Client, payload: Payload, task: int) -> Weights:
         """Return the weights that answer for a task; of one that the client has not had, B and what the seed draws."""
-        spec, base = self.run.spec(client.task + 1), payload["weights"].tensors
+        spec, base = self.run.make_spec(client.task + 1), payload["weights"].tensors
         weights = {**base, **self.network.draw_undownloaded(spec)}
         facts = client.memory.get("tasks", {}).get(str(task))
         if facts is None:

@@ -60,7 +60,7 @@ class Flwf2T(Distilled):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.downloads_last_model = settings.server == "previous"
-        self.remember_model = self.declare(Exchange("remember", self.payload, self.keep_own_model))
+        self.remember_model = self.declare(Exchange("remember", self.make_payload, self.keep_own_model))
 
     def list_lessons(self, client: Client, payload: Payload) -> list[Lesson]:
         if client.task == 0:
@@ -80,7 +80,7 @@ class Flwf2T(Distilled):
 
     def keep_own_model(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with the client's own model of the task; the answer itself is empty."""
-        one_round_more = replace(client, round=self.run.rounds(client.task))
+        one_round_more = replace(client, round=self.run.count_rounds(client.task))
         training = self.prepare_training(one_round_more, payload)
         training.run()
         model = {name: weight.clone() for name, weight in training.network.state_dict().items()}

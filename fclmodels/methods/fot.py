@@ -100,7 +100,7 @@ class Fot(FedAvg):
         self.is_private = run.params.federation.privacy.on
         # Under noise nothing is counted: it would be one more release for each client.
         self.adapts = settings.threshold_by == "knowledge" and not self.is_private
-        self.gpse = Exchange("gpse", self.gpse_payload, self.answer_gpse, self.sketch_form)
+        self.gpse = Exchange("gpse", self.make_gpse_payload, self.answer_gpse, self.make_sketch_form)
         if settings.gpse == "global":
             self.declare(self.gpse)
 
@@ -110,11 +110,11 @@ class Fot(FedAvg):
             return Obstacle("covers sketches by noise under gpse: global", "Set this")
         return None
 
-    def remarks(self, knowledge: Any) -> list[str]:
-        return self.subspace.remarks(knowledge)
+    def list_remarks(self, knowledge: Any) -> list[str]:
+        return self.subspace.list_remarks(knowledge)
 
-    def setup(self) -> Server:
-        server = super().setup()
+    def create_server(self) -> Server:
+        server = super().create_server()
         return replace(server, knowledge=self.subspace.begin(self.networks.load(server.spec, server.weights)))
 
     def start_task(self, server: Server, task: int) -> Server:
@@ -123,9 +123,9 @@ class Fot(FedAvg):
     # FedProject, eq. 6.
 
     def project(self, server: Server, update: Tensors) -> Tensors:
-        return self.admissible(server, update)
+        return self.admit_changes(server, update)
 
-    def admissible(self, server: Server, changes: Tensors) -> Tensors:
+    def admit_changes(self, server: Server, changes: Tensors) -> Tensors:
         return self.subspace.project(server, self.networks.load(server.spec, server.weights), changes)
 
     # GPSE and ExpandOrthogonalSet (Algorithm 2).
@@ -134,7 +134,7 @@ class Fot(FedAvg):
         if self.settings.gpse == "global":
             server = store_sums(server, cohort.ask(self.gpse, server))
         sums = server.knowledge["told"]
-        threshold = self.subspace.threshold(server.task)
+        threshold = self.subspace.find_threshold(server.task)
         if self.adapts:
             threshold *= compute_known_share(sums["right"], len(server.spec.tasks[server.task]))
         directions, spectra = {}, {}
@@ -150,12 +150,12 @@ class Fot(FedAvg):
         server = replace(server, knowledge=knowledge)
         return self.subspace.extend(server, directions, threshold, spectra=spectra, columns=columns)
 
-    def gpse_payload(self, server: Server) -> Payload:
+    def make_gpse_payload(self, server: Server) -> Payload:
         return {"weights": Part("weights", server.weights), **bases_payload(server)}
 
-    def sketch_form(self, task: int, round: int) -> Form:
+    def make_sketch_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sketches; under noise of the clipped ones, with a share of each layer."""
-        layers = self.subspace.layers(self.networks.of(self.run.spec(task + 1)))
+        layers = self.subspace.list_layers(self.networks.of(self.run.make_spec(task + 1)))
         shapes = {name: (layer.width, self.limit_sketch_width(layer)) for name, layer in layers.items()}
         if self.is_private:
             root = len(layers) ** 0.5
@@ -173,7 +173,7 @@ class Fot(FedAvg):
 
     def answer_gpse(self, client: Client, payload: Payload) -> Answer:
         """Return the client's sketches (RandomizedActivationCollection, Algorithm 2) on the global model."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
         sketches = self.draw_sketches(client, network, payload["bases"].tensors)
         return Answer(self.clip(sketches) if self.is_private else sketches, client.memory)
 
@@ -182,8 +182,8 @@ class Fot(FedAvg):
 
         Also how many labels the model knows, where the threshold depends on that.
         """
-        random = client.generator("sketch")
-        layers = self.subspace.layers(network)
+        random = client.make_generator("sketch")
+        layers = self.subspace.list_layers(network)
         sketches, energies, columns = {}, {}, {}
         for name, X in self.subspace.observe(client, network, layers).items():
             sketches[name] = X.draw_sketch(bases[name], self.limit_sketch_width(layers[name]), random)
@@ -232,15 +232,15 @@ class Fot(FedAvg):
 
     # The release's GPSE: sketches of the last round's clients, on the models that they have just trained.
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         local = self.settings.gpse == "local"
-        return {**super().payload(server), **(bases_payload(server) if local else {})}
+        return {**super().make_payload(server), **(bases_payload(server) if local else {})}
 
-    def update_form(self, task: int, round: int) -> Form:
-        sketches = self.sketch_form(task, round) if self._read_sketches(task, round) else {}
-        return {**super().update_form(task, round), **sketches}
+    def make_update_form(self, task: int, round: int) -> Form:
+        sketches = self.make_sketch_form(task, round) if self._read_sketches(task, round) else {}
+        return {**super().make_update_form(task, round), **sketches}
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, Tensors]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, Tensors]:
         client = training.client
         if not self._read_sketches(client.task, client.round):
             return {}
@@ -251,7 +251,7 @@ class Fot(FedAvg):
         return store_sums(server, replies) if "sketch" in replies.parts else server
 
     def _read_sketches(self, task: int, round: int) -> bool:
-        return self.settings.gpse == "local" and round == self.run.rounds(task) - 1
+        return self.settings.gpse == "local" and round == self.run.count_rounds(task) - 1
 
 
 def share_outside(energy: Tensor) -> Tensor:
@@ -267,6 +267,6 @@ def store_sums(server: Server, replies: Replies) -> Server:
     """Return the server with the sums of clients' sketches, and under noise the sketches' standard deviation of it."""
     parts = ("sketch", "energy", "columns", "right", "share")
     sums: dict[str, Any] = {part: replies.sum(part) for part in parts if part in replies.parts}
-    if noise := replies.noise("sketch"):
+    if noise := replies.compute_noise("sketch"):
         sums |= {"noise": noise, "clients": len(replies.clients)}
     return replace(server, knowledge={**server.knowledge, "told": sums})

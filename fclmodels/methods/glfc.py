@@ -48,7 +48,7 @@ class Glfc(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.proxy = ProxyServer(settings, run, self.name, self.prepare_training, self.load_final)
-        self.show = Exchange("show", self.payload, self.proxy.show_prototypes, self.proxy.form)
+        self.show = Exchange("show", self.make_payload, self.proxy.show_prototypes, self.proxy.make_form)
         if settings.proxy:
             self.declare(self.show)
 
@@ -70,8 +70,8 @@ class Glfc(Rehearsed):
     def note(self, client: Client, network: Network, memory: Memory) -> Memory:
         return self.proxy.note_entropy(client, network, memory)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
         gaps, task = measure_gaps(logits, labels), training.client.task
         weights = compensate(gaps, batch.tasks < task) if task else torch.ones_like(gaps)
         right = weigh_cross_entropy(logits, find_targets(None, logits, labels, batch.inputs), weights)

@@ -25,12 +25,12 @@ class GlfcFot(Replaying):
     name = "glfc-fot"
     paper = "Federated Class-Incremental Learning, as adapted in Federated Orthogonal Training"
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if training.client.task == 0:
-            return super().loss(training, batch)
-        if replay := training.part(Replay):
+            return super().compute_loss(training, batch)
+        if replay := training.find_part(Replay):
             batch = Batch.concatenate([batch, replay.draw()])
-        losses = self.list_losses(training.network, training.features(batch), batch)
+        losses = self.list_losses(training.network, training.compute_features(batch), batch)
         gaps = 1 - (-losses.detach().float()).exp()
         return (compensate(gaps, batch.tasks < training.client.task) * losses).mean()
 

@@ -46,30 +46,30 @@ class Gpm(FedAvg):
         super().__init__(settings, run)
         self.subspace = ProtectedSubspace(settings, run, self.name)
         self.projection = LocalProjection(settings, run, self.subspace)
-        self.extension = self.declare(Exchange("bases", self.payload, self.extend_bases))
+        self.extension = self.declare(Exchange("bases", self.make_payload, self.extend_bases))
         self.projection.bend(self)
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         if not self.run.params.monitors.used_share:
             return []
         return ["monitors.used_share: gpm's bases stay with its clients, so there is nothing to show of them."]
 
-    def setup(self) -> Server:
-        server = super().setup()
+    def create_server(self) -> Server:
+        server = super().create_server()
         self.subspace.begin(self.networks.load(server.spec, server.weights))  # refuses what has no layers to protect
         return server
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         self.projection.start(training, {"bases": training.client.memory.get("bases", {}), "complements": {}})
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return self.projection.trainable(super().trainable(network, task), task)
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return self.projection.select_trainable(super().select_trainable(network, task), task)
 
-    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
         return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
-    def admissible(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+    def admit_changes(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return changes without frozen rows: of the spans, which differ by client, the server knows nothing."""
         network = self.networks.load(server.spec, server.weights)
         return self.projection.remove_frozen_rows(network, server.task, changes)
@@ -80,14 +80,14 @@ class Gpm(FedAvg):
 
     def extend_bases(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with larger bases (Algorithm 2); the answer itself is empty."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
-        layers = self.subspace.layers(network)
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors)
+        layers = self.subspace.list_layers(network)
         bases = dict(client.memory.get("bases", {}))
         for name, X in self.subspace.observe(client, network, layers).items():
             basis = bases.get(name, layers[name].module.weight.detach().new_zeros(layers[name].width, 0))
             U, sigma = X.decompose_principal(basis)
             energy = X.measure_energy()
             q = X.measure_energy(basis) / energy if energy else 0.0
-            rank = rank_by_energy(sigma, q, self.subspace.threshold(client.task))
+            rank = rank_by_energy(sigma, q, self.subspace.find_threshold(client.task))
             bases[name] = extend(basis, U[:, : self.subspace.limit_rank(rank, basis)])
         return Answer({}, {**client.memory, "bases": bases})

@@ -23,6 +23,6 @@ class Icarl(Rehearsed):
     paper = "iCaRL: Incremental Classifier and Representation Learning"
     answers_by_means: ClassVar[bool] = True
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         logits, labels = self.score(training, batch)
-        return weigh_cross_entropy(logits, find_targets(training.part(LastModel), logits, labels, batch.inputs))
+        return weigh_cross_entropy(logits, find_targets(training.find_part(LastModel), logits, labels, batch.inputs))

@@ -65,8 +65,10 @@ class InfLora(AdapterTraining):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.ask_new_inputs = self.declare(Exchange("new-inputs", self.payload_without_own, self.answer, self.form))
-        self.ask_inputs = self.declare(Exchange("inputs", self.payload, self.answer, self.form))
+        self.ask_new_inputs = self.declare(
+            Exchange("new-inputs", self.make_payload_without_own, self.answer, self.make_form)
+        )
+        self.ask_inputs = self.declare(Exchange("inputs", self.make_payload, self.answer, self.make_form))
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
@@ -74,11 +76,11 @@ class InfLora(AdapterTraining):
 
     def list_maps(self, task: int) -> list[LinearMap]:
         """Return the maps that a task changes."""
-        adapted = get_backbone(self.networks.of(self.run.spec(task + 1)))
+        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
         assert isinstance(adapted, LowRank)
         return adapted.maps
 
-    def widths(self, task: int) -> dict[str, int]:
+    def list_widths(self, task: int) -> dict[str, int]:
         """Return the width of each layer with a changed map."""
         return {of.layer: of.inputs for of in self.list_maps(task)}
 
@@ -87,9 +89,9 @@ class InfLora(AdapterTraining):
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         return self.set_factors(server, cohort.ask(self.ask_new_inputs, server).sum("inputs"))
 
-    def payload_without_own(self, server: Server) -> Payload:
+    def make_payload_without_own(self, server: Server) -> Payload:
         """Return the weights without the task's factors A, which are not set yet and, B being 0, change nothing."""
-        return {name: part for name, part in self.payload(server).items() if name != OWN}
+        return {name: part for name, part in self.make_payload(server).items() if name != OWN}
 
     def set_factors(self, server: Server, grams: Grams) -> Server:
         """Return the server whose present factors A lie in directions of the inputs that are free."""
@@ -108,18 +110,18 @@ class InfLora(AdapterTraining):
 
     # On a client.
 
-    def form(self, task: int, round: int) -> Form:
-        return {"inputs": outline_grams(self.widths(task))}
+    def make_form(self, task: int, round: int) -> Form:
+        return {"inputs": outline_grams(self.list_widths(task))}
 
     @torch.no_grad()
     def answer(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of x x^T over the inputs of a client's samples."""
         maps = enumerate(self.list_maps(client.task))
         unset = {name_factor(client.task, i, "A"): torch.zeros(self.settings.rank, of.inputs) for i, of in maps}
-        weights = {**unset, **self.client_weights(client, payload)}
-        network = self.networks.load(self.run.spec(client.task + 1), weights)
+        weights = {**unset, **self.join_own_weights(client, payload)}
+        network = self.networks.load(self.run.make_spec(client.task + 1), weights)
         batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
-        return Answer({"inputs": sum_inputs(network, batches, self.widths(client.task), FROZEN)}, client.memory)
+        return Answer({"inputs": sum_inputs(network, batches, self.list_widths(client.task), FROZEN)}, client.memory)
 
 
 def read_memory(server: Server) -> dict[str, DualMemory]:

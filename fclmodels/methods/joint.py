@@ -32,22 +32,22 @@ class Joint(FedAvg):
     is_centralised = True
 
     def start_task(self, server: Server, task: int) -> Server:
-        spec = self.run.spec(task + 1)
-        return replace(server, spec=spec, weights=self.network.initial_weights(spec), task=task)
+        spec = self.run.make_spec(task + 1)
+        return replace(server, spec=spec, weights=self.network.make_initial_weights(spec), task=task)
 
-    def server_lr(self, task: int) -> float:
+    def find_server_lr(self, task: int) -> float:
         """Return 1: there is no server, and training changes the model in full."""
         return 1.0
 
-    def participants(self, task: int) -> tuple[int, ...]:
+    def list_participants(self, task: int) -> tuple[int, ...]:
         return (0,)
 
-    def rows(self, task: int, client: int) -> Rows:
+    def select_rows(self, task: int, client: int) -> Rows:
         return Rows.concatenate(
             [drop_repeated(self.run.splits.select_rows(earlier, "train")) for earlier in range(task + 1)]
         )
 
-    def pooled_bytes(self, task: int) -> dict[int, int]:
+    def count_pooled_bytes(self, task: int) -> dict[int, int]:
         splits = self.run.splits
         size = splits.images[0].nbytes
         return {client: len(splits.select_rows(task, "train", client)) * size for client in splits.list_clients(task)}
@@ -56,13 +56,13 @@ class Joint(FedAvg):
         """Return whether blocks are frozen from the start: those that freeze after a task would hold back its model."""
         return self.run.params.model.freeze_after == 0
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         frozen = list_frozen(network.spec, network) if self.freezes(task) else set()
         return {name: parameter for name, parameter in network.named_parameters() if name not in frozen}
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network
-        return self.cross_entropy_by_task(network, network.backbone(batch.inputs), batch.labels, batch.tasks)
+        return self.compute_cross_entropy_by_task(network, network.backbone(batch.inputs), batch.labels, batch.tasks)
 
 
 def drop_repeated(rows: Rows) -> Rows:

@@ -72,12 +72,12 @@ class Lander(SyntheticReplay):
 
     settings: Settings
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         return [Auxiliary(MAP, {}, self.build_map, "averaged", self.run.params.optimizer)]
 
     def build_map(self, spec: Mapping[str, Any]) -> nn.Module:
         """Return M, from features to embeddings."""
-        return nn.Linear(self.networks.of(self.run.spec(1)).backbone.features, self.embeddings.shape[1])
+        return nn.Linear(self.networks.of(self.run.make_spec(1)).backbone.features, self.embeddings.shape[1])
 
     @cached_property
     def embeddings(self) -> Tensor:
@@ -90,7 +90,7 @@ class Lander(SyntheticReplay):
     def replays(self) -> bool:
         return self.settings.pre > 0
 
-    def remarks(self, knowledge: Tree) -> list[str]:
+    def list_remarks(self, knowledge: Tree) -> list[str]:
         return self.list_doubts()
 
     def list_doubts(self) -> list[str]:
@@ -119,7 +119,7 @@ class Lander(SyntheticReplay):
 
     def chooses(self, task: int) -> bool:
         """Return whether a task ends with the model of its best round."""
-        return self.settings.model_choice == "lowest-loss" and self.run.rounds(task) > 1
+        return self.settings.model_choice == "lowest-loss" and self.run.count_rounds(task) > 1
 
     # On the server.
 
@@ -163,24 +163,24 @@ class Lander(SyntheticReplay):
 
     # On a client.
 
-    def update_form(self, task: int, round: int) -> Form:
+    def make_update_form(self, task: int, round: int) -> Form:
         losses = make_outline("loss", {"loss": (), "samples": ()}, torch.float64)
         chosen = {LOSSES: replace(losses, over="weight")} if self.chooses(task) else {}
-        return {**super().update_form(task, round), **chosen}
+        return {**super().make_update_form(task, round), **chosen}
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         last = payload[LAST_MAP].tensors if LAST_MAP in payload else {}
         training.add(Texts(payload[EMBEDDINGS].tensors["rows"], last))
 
     def learn(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
-        texts, of = training.part(Texts), self.settings
+        texts, of = training.find_part(Texts), self.settings
         loss = super().learn(training, features, labels)
         if texts and of.ltc:
             loss = loss + of.ltc * bound(training.networks[MAP][0](features), texts.embeddings[labels], of.radius)
         return loss if training.client.task == 0 else self.weigh(training.client.task)[0] * loss
 
     def imitate(self, training: LocalTraining, inputs: Tensor, teacher: Teacher) -> Tensor:
-        network, texts, of = training.network, training.part(Texts), self.settings
+        network, texts, of = training.network, training.find_part(Texts), self.settings
         assert texts is not None
         features = network.backbone(inputs)
         with torch.no_grad():
@@ -191,20 +191,20 @@ class Lander(SyntheticReplay):
 
     def weigh(self, task: int) -> tuple[float, float]:
         """Return c and g of a task after the first."""
-        old, classes = (self.run.spec(learned).label_count for learned in (task, task + 1))
+        old, classes = (self.run.make_spec(learned).label_count for learned in (task, task + 1))
         return weigh(old, classes, self.settings.cur, self.settings.pre)
 
     def note(self, training: LocalTraining, loss: Tensor, batch: Batch) -> None:
-        texts, client = training.part(Texts), training.client
+        texts, client = training.find_part(Texts), training.client
         if texts and training.progress[1] == client.round * self.run.params.federation.local_epochs:
             texts.loss += loss.detach() * len(batch.labels)
             texts.samples += len(batch.labels)
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
-        texts = training.part(Texts)
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+        texts = training.find_part(Texts)
         if texts is None or not self.chooses(training.client.task):
             return {}
-        weight = torch.tensor(self.client_weight(training), dtype=torch.float64)
+        weight = torch.tensor(self.compute_client_weight(training), dtype=torch.float64)
         mean = torch.as_tensor(texts.loss, dtype=torch.float64) / max(1, texts.samples)
         return {LOSSES: {"loss": weight * mean.to(weight.device), "samples": weight}}
 

@@ -56,8 +56,8 @@ class Lga(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.proxy = ProxyServer(settings, run, self.name, self.prepare_training, self.load_final)
-        self.show = Exchange("show", self.payload, self.proxy.show_prototypes, self.proxy.form)
-        self.describe = Exchange("describe", self.payload, self.sum_moments, self.moments_form)
+        self.show = Exchange("show", self.make_payload, self.proxy.show_prototypes, self.proxy.make_form)
+        self.describe = Exchange("describe", self.make_payload, self.sum_moments, self.make_moments_form)
         if settings.proxy:
             self.declare(self.show)
             self.declare(self.describe)
@@ -86,7 +86,7 @@ class Lga(Rehearsed):
             return 0.0
         network, images = self.networks.load(server.spec, server.weights).eval(), server.knowledge["proxy"]
         features = self.proxy.embed_images(network, images).repeat(self.settings.copies, 1)
-        random = self.run.generator("proxy noise", server.task, rounds)
+        random = self.run.make_generator("proxy noise", server.task, rounds)
         noise = server.knowledge.get("radius", 0.0) * torch.randn(features.shape, generator=random)
         return self.proxy.measure(network, features + noise.to(features), images, self.settings.copies)
 
@@ -95,8 +95,8 @@ class Lga(Rehearsed):
     def note(self, client: Client, network: Network, memory: Memory) -> Memory:
         return self.proxy.note_entropy(client, network, memory)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.part(LastModel), self.score(training, batch)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
         weights = balance(measure_gaps(logits, labels), batch.tasks, training.client.task)
         loss = weigh_cross_entropy(logits, find_targets(None, logits, labels, batch.inputs), weights)
         if teacher is None:

@@ -28,10 +28,10 @@ class LinearProbe(FedAvg):
         self.backbone = FrozenBackbone(settings, run, self.name, self.attaches)
         super().__init__(settings, self.backbone.run, self.backbone)
 
-    def advice(self) -> list[str]:
-        return self.backbone.advice()
+    def list_advice(self) -> list[str]:
+        return self.backbone.list_advice()
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         task, network = training.client.task, training.network
         features = self.backbone.compute_features(network, batch, task).features
-        return self.cross_entropy(network, features, batch.labels, task)
+        return self.compute_cross_entropy(network, features, batch.labels, task)

@@ -46,19 +46,19 @@ class Lode(Replaying):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if not self.loss_is_over_seen(run.spec(1)):
+        if not self.loss_is_over_seen(run.make_spec(1)):
             raise UserError(
                 "methods.lode: it weighs new classes against old ones in one loss over all. "
                 "Use model.head: growing and model.loss_over: seen."
             )
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return descend_both(self, training, batch, self.decoupled_loss)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.compute_decoupled_loss)
 
-    def decoupled_loss(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    def compute_decoupled_loss(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return (rho / t) inter + intra of the task's own samples; in the first task the cross entropy."""
         if task == 0:
-            return self.cross_entropy(network, features, labels, task)
+            return self.compute_cross_entropy(network, features, labels, task)
         logits = network.compute_logits(features)
         inter, intra = decouple(logits, labels, get_task_columns(network.spec, task, logits.device))
         return self.settings.rho / task * inter + intra

@@ -75,7 +75,7 @@ class Lorm(AdapterTraining):
         refuse_server_lr(run, "lorm solves for what clients learned, whole")
         refuse_late_answers(run, "lorm trains one factor a round, and a late answer is about the other")
         self.observed = NetworkCache(self.run.device, self.prepare_network)
-        self.ask_grams = self.declare(Exchange("grams", self.payload, self.answer, self.grams_form))
+        self.ask_grams = self.declare(Exchange("grams", self.make_payload, self.answer, self.make_grams_form))
 
     @property
     def obstacle_to_noise(self) -> Obstacle | None:
@@ -89,18 +89,18 @@ class Lorm(AdapterTraining):
 
     def list_factors(self, task: int, factor: str) -> dict[str, str]:
         """Return the layer of each of a task's factors, by the factor's name."""
-        adapted = get_backbone(self.networks.of(self.run.spec(task + 1)))
+        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
         assert isinstance(adapted, LowRank)
         return {name_factor(task, index, factor): of.layer for index, of in enumerate(adapted.maps)}
 
     def list_head(self, task: int) -> dict[str, str]:
         """Return the layer of the head that a task trains, by the name of its weight."""
-        head = task if self.run.spec(task + 1).head == "per-task" else 0
+        head = task if self.run.make_spec(task + 1).head == "per-task" else 0
         return {f"{HEAD}{head}.weight": f"{HEAD}{head}"}
 
     def list_widths(self, task: int, layers: Mapping[str, str]) -> dict[str, int]:
         """Return the width of each layer among the values."""
-        adapted = get_backbone(self.networks.of(self.run.spec(task + 1)))
+        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
         widths = {}
         for name in layers.values():
             is_head = name.startswith(HEAD)
@@ -136,14 +136,14 @@ class Lorm(AdapterTraining):
                 weights[name] = solve(merged["weighted"][name], merged["grams"][layer]).to(weights[name])
         return weights
 
-    def predictor(self, server: Server) -> Predictor:
-        return super().predictor(replace(server, weights=self.find_answering_weights(server)))
+    def make_predictor(self, server: Server) -> Predictor:
+        return super().make_predictor(replace(server, weights=self.find_answering_weights(server)))
 
     # What travels.
 
-    def update_form(self, task: int, round: int) -> Form:
+    def make_update_form(self, task: int, round: int) -> Form:
         """Return the outlines of the head's bias, and of products and sums for one factor and the head's weight."""
-        form, network = super().update_form(task, round), self.networks.of(self.run.spec(task + 1))
+        form, network = super().make_update_form(task, round), self.networks.of(self.run.make_spec(task + 1))
         biases = {n: t for n, t in form["update"].tensors.items() if n.startswith(HEAD) and n.endswith("bias")}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in (self.list_factors(task, choose_factor(round)) | self.list_head(task)).items():
@@ -160,7 +160,7 @@ class Lorm(AdapterTraining):
         is_diagonal = (self.settings.head_share if layer.startswith(HEAD) else self.settings.share) == 0
         return (width,) if is_diagonal else (width, width)
 
-    def grams_form(self, task: int, round: int) -> Form:
+    def make_grams_form(self, task: int, round: int) -> Form:
         shapes = {layer: self.shape_gram(task, name, layer) for name, layer in self.list_factors(task, "A").items()}
         return {"grams": make_outline("input-statistics", shapes, torch.float64)}
 
@@ -174,13 +174,13 @@ class Lorm(AdapterTraining):
         fixed = self.list_factors(training.client.task, "A" if choose_factor(training.client.round) == "B" else "B")
         training.parameters = {name: p for name, p in training.parameters.items() if name not in fixed}
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return products of what a client changed and its sums over inputs."""
         client, start = training.client, training.start
         factor = choose_factor(client.round)
         names = self.list_factors(client.task, factor) | self.list_head(client.task)
         own = {name: tensor.detach() for name, tensor in training.network.state_dict().items()}
-        grams = self.sum_grams(client, self.client_weights(client, payload) | {n: own[n] for n in names}, names)
+        grams = self.sum_grams(client, self.join_own_weights(client, payload) | {n: own[n] for n in names}, names)
         solved: dict[str, Tensor] = {}
         for name, layer in names.items():
             change = (own[name] - start[name]).cpu()
@@ -190,12 +190,12 @@ class Lorm(AdapterTraining):
 
     def answer(self, client: Client, payload: Payload) -> Answer:
         """Return the sums over a client's inputs on the model that the task ends with."""
-        weights, factors = self.client_weights(client, payload), self.list_factors(client.task, "A")
+        weights, factors = self.join_own_weights(client, payload), self.list_factors(client.task, "A")
         return Answer({"grams": self.sum_grams(client, weights, factors)}, client.memory)
 
     def sum_grams(self, client: Client, weights: Weights, names: Mapping[str, str]) -> Grams:
         """Return the damped sums of the layers of some factors, on W_0 + the mean of all tasks' changes."""
-        network: Network = self.observed.load(self.run.spec(client.task + 1), average_tasks(weights, client.task))
+        network: Network = self.observed.load(self.run.make_spec(client.task + 1), average_tasks(weights, client.task))
         batches = self.run.batches.iterate_ordered(client.rows, AT_ONCE)
         shares = {n: self.settings.head_share if n.startswith(HEAD) else self.settings.share for n in names.values()}
         diagonal = [layer for layer, share in shares.items() if share == 0]

@@ -49,7 +49,7 @@ from fclmodels.federation.training.server_training import NetworkTraining, refus
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.anchor import anchor_payload, anchor_to
 from fclmodels.methods.parts.distillation import Teacher
-from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, find_columns, join_heads
+from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads, find_columns, join_heads
 from fclmodels.methods.parts.normalised_generator import NormalisedGenerator, build_normalised_generator
 from fclmodels.methods.parts.synthetic_replay import SHEET, SYNTHETIC, select_sheet
 from fclmodels.numerics.image_priors import (
@@ -109,8 +109,8 @@ class Mfcl(FedAvg):
         """Whether images count at all, so that there is a generator."""
         return bool(self.settings.w_ft or self.settings.w_kd)
 
-    def advice(self) -> list[str]:
-        if self.replays and not list_statistics(self.networks.of(self.run.spec(1))):
+    def list_advice(self) -> list[str]:
+        if self.replays and not list_statistics(self.networks.of(self.run.make_spec(1))):
             return [
                 "the network has no running statistics of batch normalisation: w_bn counts for nothing, and images "
                 "follow the classes alone"
@@ -126,7 +126,7 @@ class Mfcl(FedAvg):
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         if "anchor" not in server.knowledge:
             return server
-        teacher = self.teachers.load(self.run.spec(server.task), server.knowledge["anchor"])
+        teacher = self.teachers.load(self.run.make_spec(server.task), server.knowledge["anchor"])
         teacher.eval().requires_grad_(False)
         state = server.knowledge.get("generator") or self.generators.create_initial()["generator"]
         generator = self.load_generator(state).train().requires_grad_(True)
@@ -157,7 +157,7 @@ class Mfcl(FedAvg):
     @torch.no_grad()
     def draw_sheet(self, teacher: Network, generator: NormalisedGenerator, task: int) -> dict[str, Tensor]:
         """Return some images as pixels, and the labels that the last model gives them."""
-        noise = torch.randn(SHEET, generator.noise, generator=self.run.generator("sheet", task))
+        noise = torch.randn(SHEET, generator.noise, generator=self.run.make_generator("sheet", task))
         images = generator.eval()(noise.to(self.run.device))
         mean, std = (
             torch.tensor(v, device=images.device)[:, None, None] for v in (self.run.splits.mean, self.run.splits.std)
@@ -167,8 +167,8 @@ class Mfcl(FedAvg):
         pixels = (255 * (images * std + mean)).round().clamp(0, 255).to(torch.uint8).cpu()
         return select_sheet({"images": pixels, "labels": labels[columns].int()})
 
-    def payload(self, server: Server) -> Payload:
-        parts = {**super().payload(server), **anchor_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        parts = {**super().make_payload(server), **anchor_payload(server)}
         if "generator" in server.knowledge:
             parts["generator"] = Part("generator", server.knowledge["generator"], once=True)
         return parts
@@ -181,32 +181,34 @@ class Mfcl(FedAvg):
 
     # On a client.
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return earlier tasks' own heads too."""
-        parameters = super().trainable(network, task)
+        parameters = super().select_trainable(network, task)
         return {**parameters, **dict(network.heads.named_parameters("heads"))} if self.replays else parameters
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "generator" in payload:
             anchor = payload["anchor"].tensors
             teacher = Teacher(
-                self.teachers.load(self.run.spec(training.client.task), anchor), anchor, self.settings.w_kd
+                self.teachers.load(self.run.make_spec(training.client.task), anchor), anchor, self.settings.w_kd
             )
             generator = self.load_generator(payload["generator"].tensors).eval().requires_grad_(False)
             size = self.settings.synthetic_batch or self.run.params.federation.batch_size
             training.add(DrawnImages(teacher, generator, size))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, images, count = training.network, training.part(DrawnImages), len(batch.labels)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        network, images, count = training.network, training.find_part(DrawnImages), len(batch.labels)
         if images is None:
-            return self.learn_new(training, training.features(batch), batch.labels)
+            return self.learn_new(training, training.compute_features(batch), batch.labels)
         drawn, drawn_columns = images.draw(self.run.device)
         both = torch.cat([batch.inputs, drawn])
         features = network.backbone(both)
         loss = self.learn_new(training, features[:count], batch.labels)
         if self.settings.w_ft:
             columns = torch.cat([find_columns(network.spec, batch.labels, batch.tasks), drawn_columns])
-            loss = loss + self.settings.w_ft * cross_entropy_in_heads(network, features.detach(), columns).mean()
+            loss = (
+                loss + self.settings.w_ft * compute_cross_entropy_in_heads(network, features.detach(), columns).mean()
+            )
         if self.settings.w_kd:
             loss = loss + self.settings.w_kd * measure_distance(images.teacher, features, both)
         return loss
@@ -229,7 +231,7 @@ class DrawnImages:
     def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return images as inputs, and their columns by the last model."""
         images = self.generator(torch.randn(self.size, self.generator.noise, device=device))
-        return images, torch.cat(self.teacher.logits(images), 1).argmax(1)
+        return images, torch.cat(self.teacher.compute_logits(images), 1).argmax(1)
 
 
 def measure_distance(teacher: Teacher, features: Tensor, inputs: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class NearestPrototype(FedAvg):
         self.backbone = FrozenBackbone(settings, run, self.name, self.attaches)
         super().__init__(settings, self.backbone.run, self.backbone)
 
-    def advice(self) -> list[str]:
-        return self.backbone.advice()
+    def list_advice(self) -> list[str]:
+        return self.backbone.list_advice()
 
     @property
     def obstacle_to_robust_rules(self) -> Obstacle | None:
@@ -71,17 +71,17 @@ class NearestPrototype(FedAvg):
             grown[name] = total
         return set_heads(started, grown, clients=torch.zeros(0, dtype=torch.int64))
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
 
-    def update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
-        return {"moments": self.backbone.moments_form(network, task, BOUND)}
+    def make_update_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
+        return {"moments": self.backbone.make_moments_form(network, task, BOUND)}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         own, new = server.spec.head == "per-task", replies.sum("moments")
         if (clip := self.backbone.feature_clip) is not None:
-            new = from_units(new, clip, replies.noise("moments"))
+            new = from_units(new, clip, replies.compute_noise("moments"))
         classes = server.spec.tasks[server.task]
         head = f"heads.{server.task if own else 0}.weight"
         rows = torch.arange(len(classes)) if own else torch.tensor(classes)
@@ -92,7 +92,7 @@ class NearestPrototype(FedAvg):
     @torch.no_grad()
     def train(self, client: Client, payload: Payload) -> Answer:
         """Return the moments of the client's classes; zeros where the server has them already."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
         classes, rows, clip = len(network.spec.tasks[client.task]), client.rows, self.backbone.feature_clip
         nothing = torch.zeros(0, network.backbone.features)
         total = moments(nothing, torch.zeros(0, dtype=torch.int64), classes)

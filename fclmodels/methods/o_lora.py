@@ -37,8 +37,8 @@ class OLora(AdapterTraining):
 
     settings: Settings
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        loss, task = super().loss(training, batch), training.client.task
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        loss, task = super().compute_loss(training, batch), training.client.task
         factors = dict(training.network.named_parameters())
         for name, A in factors.items():
             if not (name.startswith(f"{PROMPTS}.{task}.") and name.endswith("A")):

@@ -74,7 +74,7 @@ class Pec(FedAvg):
             raise UserError("methods.pec: its students read images, these samples are texts. Use another method.")
         super().__init__(settings, run, TrainedNetwork(run, "average"))
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         return ["methods.pec: model.backbone is not used; students have methods.pec.width filters."]
 
     @property
@@ -87,8 +87,8 @@ class Pec(FedAvg):
 
     # On the server.
 
-    def setup(self) -> Server:
-        return self.add_students(super().setup())
+    def create_server(self) -> Server:
+        return self.add_students(super().create_server())
 
     def start_task(self, server: Server, task: int) -> Server:
         return self.add_students(super().start_task(server, task))
@@ -101,7 +101,7 @@ class Pec(FedAvg):
         students = students | {f"{label}.{name}": tensor for label in new for name, tensor in fresh.items()}
         return replace(server, knowledge={"students": students, "trained": torch.cat([trained, torch.zeros(len(new))])})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return the students of the task's classes."""
         of_task = tuple(f"{label}." for label in server.spec.tasks[server.task])
         students = server.knowledge["students"]
@@ -114,11 +114,11 @@ class Pec(FedAvg):
             label = get_label(name)
             if counts[label] > 0:
                 trained[label] = 1
-                students[name] = students[name].add(change, alpha=self.server_lr(server.task) / counts[label])
+                students[name] = students[name].add(change, alpha=self.find_server_lr(server.task) / counts[label])
         return replace(server, knowledge={"students": students, "trained": trained})
 
-    def own_model(self, server: Server) -> OwnModel:
-        labels = self.columns(server).labels.tolist()
+    def make_own_model(self, server: Server) -> OwnModel:
+        labels = self.list_columns(server).labels.tolist()
         sizes = {"shape": list(server.spec.shape), **self.settings.model_dump(mode="json"), "seed": self.run.seed}
         spec = {**sizes, "labels": labels, "trained": server.knowledge["trained"].bool().tolist()}
         students = {f"students.{name}": tensor for name, tensor in server.knowledge["students"].items()}
@@ -130,8 +130,8 @@ class Pec(FedAvg):
 
     # On a client.
 
-    def update_form(self, task: int, round: int) -> Form:
-        labels = self.run.spec(task + 1).tasks[task]
+    def make_update_form(self, task: int, round: int) -> Form:
+        labels = self.run.make_spec(task + 1).tasks[task]
         shapes = {
             f"{label}.{name}": tensor.shape
             for label in labels
@@ -145,12 +145,12 @@ class Pec(FedAvg):
 
     def train(self, client: Client, payload: Payload) -> Answer:
         """Return the students' updates times their weights, and these by class."""
-        start, labels = payload["weights"].tensors, self.run.spec(client.task + 1).tasks[client.task]
+        start, labels = payload["weights"].tensors, self.run.make_spec(client.task + 1).tasks[client.task]
         students = nn.ModuleDict({str(label): self.draw_student() for label in labels}).to(self.run.device)
         students.load_state_dict(start)
-        training = LocalTraining(self, client, self.networks.of(self.run.spec(client.task + 1)), {})
+        training = LocalTraining(self, client, self.networks.of(self.run.make_spec(client.task + 1)), {})
         training.networks = {
-            "students": (students, Auxiliary("students", {}, nn.Module, "client", self.optimizer(client)))
+            "students": (students, Auxiliary("students", {}, nn.Module, "client", self.choose_optimizer(client)))
         }
         training.parameters = {}  # students train beside the model
         loss = training.run()
@@ -167,10 +167,10 @@ class Pec(FedAvg):
         }
         return Answer(parts, client.memory, loss, len(client.rows))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return L; of the model itself, at which monitors look, the cross entropy that nobody descends."""
         if "students" not in training.networks:
-            return super().loss(training, batch)
+            return super().compute_loss(training, batch)
         students, _ = training.networks["students"]
         targets = answer_in_parts(self.teacher, batch.inputs)
         losses = []
@@ -179,10 +179,10 @@ class Pec(FedAvg):
             losses.append((students.get_submodule(str(label))(batch.inputs[mine]) - targets[mine]).square().mean())
         return torch.stack(losses).sum()
 
-    def optimizer(self, client: Client) -> OptimizerSettings:
+    def choose_optimizer(self, client: Client) -> OptimizerSettings:
         """Return the run's optimiser with a learning rate that falls linearly to 0 over the task."""
         federation = self.run.params.federation
-        epochs = federation.local_epochs * self.run.rounds(client.task)
+        epochs = federation.local_epochs * self.run.count_rounds(client.task)
         return LinearlyFalling(**self.run.params.optimizer.model_dump(), epochs=epochs)
 
     @cached_property

@@ -125,17 +125,17 @@ class PFedDil(FedAvg):
 
     def load_model(self, client: Client, one: Mapping[str, Any]) -> Network:
         """Return a stored model in evaluation mode, with the rows of later classes as the seed draws them."""
-        before, after = self.run.spec(one["task"] + 1), self.run.spec(client.task + 1)
+        before, after = self.run.make_spec(one["task"] + 1), self.run.make_spec(client.task + 1)
         return self.networks.load(after, self.network.grow(one["weights"], before, after)).eval()
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        loss, stored = super().loss(training, batch), training.part(Stored)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        loss, stored = super().compute_loss(training, batch), training.find_part(Stored)
         if stored is None or not stored.models or not self.settings.migration:
             return loss
         return loss + self.settings.migration * measure_migration(training.parameters, stored.models, stored.relevances)
 
     def remember(self, training: LocalTraining) -> Memory:
-        present, memory = training.part(Present), super().remember(training)
+        present, memory = training.find_part(Present), super().remember(training)
         assert present is not None
         weights = {name: tensor.clone() for name, tensor in training.network.state_dict().items()}
         return {**memory, "present": {**present.facts, "weights": weights}}
@@ -154,7 +154,7 @@ class PFedDil(FedAvg):
             backbone = self.load_model(client, one).backbone
             own = extract_in_parts(client, backbone, raw)
             if name == place:
-                random = client.generator("mix")
+                random = client.make_generator("mix")
                 mixed = extract_in_parts(client, partial(extract_mixed, backbone, random=random), raw)
                 features, mine = torch.cat([own, mixed]), torch.cat([torch.ones(len(own)), torch.zeros(len(mixed))])
             else:
@@ -166,7 +166,10 @@ class PFedDil(FedAvg):
         """Return an auxiliary head after passes over features [n, F] and whether they are the model's own [n]."""
         start = aux or {"weight": torch.zeros(features.shape[1]), "bias": torch.zeros(())}
         head = {name: nn.Parameter(tensor.cpu().clone()) for name, tensor in start.items()}
-        optimiser, random = make_optimiser(self.run.params.optimizer, list(head.values()), 0), client.generator("aux")
+        optimiser, random = (
+            make_optimiser(self.run.params.optimizer, list(head.values()), 0),
+            client.make_generator("aux"),
+        )
         for _ in range(self.settings.aux_epochs):
             for places in torch.randperm(len(features), generator=random).split(self.run.params.federation.batch_size):
                 optimiser.zero_grad()
@@ -175,11 +178,11 @@ class PFedDil(FedAvg):
                 optimiser.step()
         return {name: parameter.detach() for name, parameter in head.items()}
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
         models = client.memory.get("models", {})
         if not models:
             return predict_by_heads(
-                self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+                self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
             )
 
         def predict(inputs: Tensor) -> Prediction:
@@ -188,7 +191,7 @@ class PFedDil(FedAvg):
                 network = self.load_model(client, one)
                 features = network.backbone(inputs)
                 logits = join_heads(network, features)
-                logits[:, count_columns(self.run.spec(one["task"] + 1)) :] = -torch.inf
+                logits[:, count_columns(self.run.make_spec(one["task"] + 1)) :] = -torch.inf
                 answers.append(logits.softmax(1))
                 own.append(detect(one["aux"], features))
             return Prediction(mix_answers(torch.stack(own), torch.stack(answers)))

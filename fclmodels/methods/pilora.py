@@ -88,31 +88,31 @@ class PiLora(AdapterTraining):
         """Return the server with small random centres of the task's new classes."""
         started = super().start_task(server, task)
         name, before = self.name_centres(task), server.weights.get(self.name_centres(task))
-        drawn = START * torch.randn(started.weights[name].shape, generator=self.run.generator("centres", task))
+        drawn = START * torch.randn(started.weights[name].shape, generator=self.run.make_generator("centres", task))
         if task > 0 and before is not None:
             drawn[: len(before)] = before.cpu()
         return replace(started, weights={**started.weights, name: drawn.to(started.weights[name])})
 
     def name_centres(self, task: int) -> str:
         """Return the name of the weight whose rows are the centres that a task trains."""
-        return f"heads.{task if self.run.spec(task + 1).head == 'per-task' else 0}.weight"
+        return f"heads.{task if self.run.make_spec(task + 1).head == 'per-task' else 0}.weight"
 
     def find_rows(self, task: int) -> Tensor:
         """Return the rows of a task's classes among these centres."""
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         labels = torch.tensor(spec.tasks[task])
         return to_local_labels(spec, task, labels) if spec.head == "per-task" else labels
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         server = super().aggregate(server, replies)
-        parts = [part for _, part in replies.each("centres")]
+        parts = [part for _, part in replies.yield_each("centres")]
         stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         name, rows = self.name_centres(server.task), self.find_rows(server.task)
         centres = server.weights[name].clone()
         centres[rows] = weigh_centres(**stacked).to(centres)
         return replace(server, weights={**server.weights, name: centres})
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the linear head whose largest logit is the nearest centre."""
         names = [f"heads.{index}.weight" for index in range(len(server.spec.head_labels))]
         centres = torch.cat([server.weights[name] for name in names])
@@ -120,16 +120,19 @@ class PiLora(AdapterTraining):
 
     # What travels.
 
-    def update_form(self, task: int, round: int) -> Form:
-        form = super().update_form(task, round)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form = super().make_update_form(task, round)
         factors = {name: t for name, t in form["update"].tensors.items() if name.startswith(PROMPTS)}
-        rows = len(self.run.spec(task + 1).tasks[task]), self.networks.of(self.run.spec(task + 1)).backbone.features
+        rows = (
+            len(self.run.make_spec(task + 1).tasks[task]),
+            self.networks.of(self.run.make_spec(task + 1)).backbone.features,
+        )
         shapes = {"weight": rows[:1], "sum": rows, "centre": rows}
         centres = make_outline("prototype", shapes, torch.float64, least="each")
         return {**form, "update": replace(form["update"], tensors=factors), "centres": centres}
 
     @torch.no_grad()
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the task's centres, and counts and sums of the client's features on its own model."""
         network, task = training.network, training.client.task
         total = add_up_classes(network, self.run.batches.iterate_ordered(training.client.rows, AT_ONCE), task)
@@ -138,14 +141,14 @@ class PiLora(AdapterTraining):
 
     # On a client.
 
-    def optimisers(self, training: LocalTraining) -> list[ParameterGroup]:
+    def group_parameters(self, training: LocalTraining) -> list[ParameterGroup]:
         if self.settings.centre_lr is None:
             return []
         chosen = self.run.params.optimizer.model_copy(update={"lr": self.settings.centre_lr})
         return [ParameterGroup([self.name_centres(training.client.task)], chosen)]
 
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Leave earlier classes' centres where they are."""
         gradient = training.gradients[self.name_centres(training.client.task)]
         own = self.find_rows(training.client.task)
@@ -153,11 +156,11 @@ class PiLora(AdapterTraining):
         gradient.zero_()
         gradient[own] = moving
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network, task, settings = training.network, training.client.task, self.settings
         per_task = network.spec.head == "per-task"
         labels = to_local_labels(network.spec, task, batch.labels) if per_task else batch.labels
-        distances = measure_distances(training.features(batch), network.get_parameter(self.name_centres(task)))
+        distances = measure_distances(training.compute_features(batch), network.get_parameter(self.name_centres(task)))
         loss = cross_entropy(-distances, labels) + settings.pull * distances.gather(1, labels[:, None]).mean()
         return loss + self.measure_factors(network, task)
 

@@ -55,12 +55,14 @@ class Podnet(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
-        self.introduce = self.declare(Exchange("introduce", self.payload, self.sum_moments, self.moments_form))
+        self.introduce = self.declare(
+            Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
+        )
         self.tune = self.declare(
-            Exchange("tune", self.payload, self.classifier.tune_proxies, self.classifier.tune_form)
+            Exchange("tune", self.make_payload, self.classifier.tune_proxies, self.classifier.make_tune_form)
         )
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         return [declare_proxies(self.run, self.settings.proxies)]
 
     @property
@@ -78,10 +80,10 @@ class Podnet(Rehearsed):
     def leave_task(self, server: Server, cohort: Cohort) -> Server:
         return self.classifier.tune(server, cohort, self.tune)
 
-    def predictor(self, server: Server) -> Predictor:
-        if self.fitted_head(server) is not None:
-            return super().predictor(server)
-        return self.classifier.predictor(server, self.networks.load(server.spec, server.weights).eval())
+    def make_predictor(self, server: Server) -> Predictor:
+        if self.find_head(server) is not None:
+            return super().make_predictor(server)
+        return self.classifier.make_predictor(server, self.networks.load(server.spec, server.weights).eval())
 
     # On a client.
 
@@ -91,16 +93,16 @@ class Podnet(Rehearsed):
     def scale_features(self, features: Tensor) -> Tensor:
         return normalize(features)
 
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         clamp_gradients(training)
 
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         self.classifier.restore_old(training)
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         self.classifier.hold_old(training, payload)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         return self.classifier.compute_loss(training, batch, self.compare)
 
     def compare(self, outputs: Outputs, targets: Outputs) -> Tensor:

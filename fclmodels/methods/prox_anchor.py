@@ -35,15 +35,15 @@ class ProxAnchor(FedAvg):
     def start_task(self, server: Server, task: int) -> Server:
         return anchor_to(super().start_task(server, task), server, self.settings.new_rows)
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **anchor_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), **anchor_payload(server)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(AnchoredParameters(training, payload, self.settings.batch_norm == "blend"))
 
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
-        anchored, gradients = training.part(AnchoredParameters), training.gradients
+    def change_gradients(self, training: LocalTraining) -> None:
+        anchored, gradients = training.find_part(AnchoredParameters), training.gradients
         if anchored is None:
             return
         for name, anchor in anchored.anchor.items():

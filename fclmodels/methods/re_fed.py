@@ -54,7 +54,7 @@ class ReFed(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         choose_rate(run, settings)
-        self.store = self.declare(Exchange("remember", self.payload, self.store_hardest))
+        self.store = self.declare(Exchange("remember", self.make_payload, self.store_hardest))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.store, server)
@@ -86,10 +86,12 @@ class ReFed(FedAvg):
 
     # On a client.
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if "samples" not in training.client.memory:
-            return super().loss(training, batch)
-        return self.cross_entropy_by_task(training.network, training.features(batch), batch.labels, batch.tasks)
+            return super().compute_loss(training, batch)
+        return self.compute_cross_entropy_by_task(
+            training.network, training.compute_features(batch), batch.labels, batch.tasks
+        )

@@ -64,16 +64,16 @@ class RegMean(FedAvg):
 
     def find_merged(self, task: int) -> dict[str, Layer]:
         """Return the layers whose weights a task trains, by name."""
-        network = self.networks.of(self.run.spec(task + 1))
-        trained = self.trainable(network, task)
+        network = self.networks.of(self.run.make_spec(task + 1))
+        trained = self.select_trainable(network, task)
         layers = find_layers(network, self.run.splits.shape)
         return {name: layer for name, layer in layers.items() if layer.weight in trained}
 
     def is_diagonal(self, layer: Layer) -> bool:
         return self.settings.share == 0 or layer.width > self.settings.widest
 
-    def update_form(self, task: int, round: int) -> Form:
-        form, layers = super().update_form(task, round), self.find_merged(task)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form, layers = super().make_update_form(task, round), self.find_merged(task)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in layers.items():
             shapes[f"times.{name}"] = layer.outputs, layer.width
@@ -83,7 +83,7 @@ class RegMean(FedAvg):
         solved = make_outline("input-statistics", shapes, torch.float64)
         return {**form, "update": replace(form["update"], tensors=averaged), "solved": solved}
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return products of what a client changed and its sums over inputs."""
         network, client, layers = training.network, training.client, self.find_merged(training.client.task)
         trained = {name: network.get_parameter(layer.weight).detach() for name, layer in layers.items()}

@@ -62,18 +62,20 @@ class RgoApprox(FedAvg):
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError("methods.rgo-approx reads layers' inputs from images, these samples are texts. Use ewc.")
         super().__init__(settings, run)
-        self.measure = self.declare(Exchange("curvature", self.payload, self.add_curvature))
+        self.measure = self.declare(Exchange("curvature", self.make_payload, self.add_curvature))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         count = max(1, round(self.settings.share * len(cohort.clients)))
-        order = torch.randperm(len(cohort.clients), generator=self.run.generator("curvature", server.task)).tolist()
+        order = torch.randperm(
+            len(cohort.clients), generator=self.run.make_generator("curvature", server.task)
+        ).tolist()
         cohort.ask(self.measure, server, clients=sorted(cohort.clients[place] for place in order[:count]))
         return server
 
     def add_curvature(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with the task's second moments; the answer itself is empty."""
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
-        random, settings = client.generator("observe"), self.settings
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
+        random, settings = client.make_generator("observe"), self.settings
         rows = client.rows.draw_some(settings.samples, random)
         batches = (batch.inputs for batch in self.run.batches.iterate_ordered(rows, BATCH))
         layers, factors = self.find_layers(network), dict(client.memory.get("curvature", {}))
@@ -88,7 +90,7 @@ class RgoApprox(FedAvg):
 
     def find_layers(self, network: Network) -> dict[str, Layer]:
         """Return the layers whose gradients change: all but frozen ones and heads of one task's own."""
-        later = self.trainable(network, len(network.spec.tasks))
+        later = self.select_trainable(network, len(network.spec.tasks))
         layers = find_layers(network, self.run.splits.shape)
         return {name: layer for name, layer in layers.items() if layer.weight in later}
 
@@ -101,10 +103,10 @@ class RgoApprox(FedAvg):
             training.add(Curvatures((layers[name], Curvature(factor, tasks, damping)) for name, factor in stored))
 
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Replace the gradient G [out, d] of a layer's weight by G P."""
         gradients = training.gradients
-        for layer, curvature in training.part(Curvatures) or ():
+        for layer, curvature in training.find_part(Curvatures) or ():
             if (gradient := gradients.get(layer.weight)) is not None:
                 live = layer.select_live(gradient)
                 live.copy_(curvature.precondition(live.flatten(1)).view_as(live))

@@ -26,7 +26,7 @@ from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.closed_form_head import ClosedFormHead, ClosedFormSettings
 from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
-from fclmodels.methods.parts.idle_rounds import answer_idly, idle_form
+from fclmodels.methods.parts.idle_rounds import answer_idly, make_idle_form
 
 
 class Ridge(FedAvg):
@@ -42,12 +42,12 @@ class Ridge(FedAvg):
         self.backbone = FrozenBackbone(settings, run, self.name)
         super().__init__(settings, self.backbone.run, self.backbone)
         self.head = ClosedFormHead(
-            settings, self.run, self.networks, self.load_network, self.compute_features, self.payload
+            settings, self.run, self.networks, self.load_network, self.compute_features, self.make_payload
         )
         self.declare(self.head.exchange)
 
-    def advice(self) -> list[str]:
-        return self.backbone.advice()
+    def list_advice(self) -> list[str]:
+        return self.backbone.list_advice()
 
     @property
     def obstacle_to_robust_rules(self) -> Obstacle | None:
@@ -55,17 +55,17 @@ class Ridge(FedAvg):
 
     def load_network(self, client: Client, payload: Payload) -> Network:
         """Return the frozen network, which no client downloads."""
-        return self.networks.of(self.run.spec(client.task + 1))
+        return self.networks.of(self.run.make_spec(client.task + 1))
 
     def compute_features(self, network: Network, batch: Batch) -> Tensor:
         """Return the features [B, F] of a batch on the frozen backbone."""
         return self.backbone.compute_features(network, batch, None).features
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         return {}
 
-    def update_form(self, task: int, round: int) -> Form:
-        return idle_form()
+    def make_update_form(self, task: int, round: int) -> Form:
+        return make_idle_form()
 
     def train(self, client: Client, payload: Payload) -> Answer:
         return answer_idly(client, payload)
@@ -76,5 +76,5 @@ class Ridge(FedAvg):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         return self.head.finish_task(server, cohort)
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
-        return self.head.fitted_head(server)
+    def find_head(self, server: Server) -> FittedHead | None:
+        return self.head.find_head(server)

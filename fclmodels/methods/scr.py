@@ -74,10 +74,15 @@ class Scr(FedAvg):
             raise UserError("methods.scr alters images for second views, these samples are texts. Use er.")
         super().__init__(settings, run)
         self.store = self.declare(Exchange("remember", lambda: {}, self.store_samples))
-        self.ask_means = self.declare(Exchange("means", self.means_payload, self.add_up_features, self.means_form))
+        self.ask_means = self.declare(
+            Exchange("means", self.make_means_payload, self.add_up_features, self.make_means_form)
+        )
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        spec = {"features": self.networks.of(self.run.spec(1)).backbone.features, "outputs": self.settings.projection}
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        spec = {
+            "features": self.networks.of(self.run.make_spec(1)).backbone.features,
+            "outputs": self.settings.projection,
+        }
         return [Auxiliary("projection", spec, build_projection, "averaged", self.run.params.optimizer)]
 
     # On the server.
@@ -85,14 +90,14 @@ class Scr(FedAvg):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.store)
         replies = cohort.ask(self.ask_means, server, clients=cohort.everyone)
-        means = fit_directions(replies.sum("means"), replies.noise("means"))
+        means = fit_directions(replies.sum("means"), replies.compute_noise("means"))
         return replace(server, knowledge={**server.knowledge, "means": means})
 
-    def means_payload(self, server: Server) -> Payload:
+    def make_means_payload(self, server: Server) -> Payload:
         """Return the model alone: the projection is for training."""
-        return {"weights": self.payload(server)["weights"]}
+        return {"weights": self.make_payload(server)["weights"]}
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the means, with columns that never answer for classes that came since; None in the first task."""
         if (means := server.knowledge.get("means")) is None:
             return None
@@ -101,15 +106,15 @@ class Scr(FedAvg):
 
     # On a client.
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return the backbone's parameters: no loss goes through a head."""
-        return {name: p for name, p in super().trainable(network, task).items() if name.startswith("backbone.")}
+        return {name: p for name, p in super().select_trainable(network, task).items() if name.startswith("backbone.")}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Views(training.client, self.settings.replayed))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        views, (projection, _) = training.part(Views), training.networks["projection"]
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        views, (projection, _) = training.find_part(Views), training.networks["projection"]
         one, other, labels = views.draw(batch) if views else (batch.inputs, batch.inputs, batch.labels)
         outputs = [normalize(projection(training.network.backbone(inputs))) for inputs in (one, other)]
         return contrast(torch.cat(outputs), labels.repeat(2), self.settings.temperature)
@@ -118,13 +123,13 @@ class Scr(FedAvg):
         """Return the memory with samples of the task; the answer itself is empty."""
         return Answer({}, add_task(client, self.settings))
 
-    def means_form(self, task: int, round: int) -> Form:
+    def make_means_form(self, task: int, round: int) -> Form:
         tasks = task + 1 if self.settings.memory_of == "each-task" else 1
-        return {"means": outline_sums(self.networks.of(self.run.spec(task + 1)), tasks * self.settings.memory)}
+        return {"means": outline_sums(self.networks.of(self.run.make_spec(task + 1)), tasks * self.settings.memory)}
 
     def add_up_features(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of a client's stored samples' features, and their numbers."""
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
         return Answer({"means": sum_features(client, network, client.memory)}, client.memory)
 
 
@@ -135,7 +140,7 @@ class Views:
         self.batches = client.run.batches
         self.samples = unpack_samples(client.memory)
         self.replayed = replayed
-        self.random = client.generator("replay")
+        self.random = client.make_generator("replay")
         self.augmenting = self.batches.make_device_generator(self.random)
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

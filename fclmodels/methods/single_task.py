@@ -30,16 +30,16 @@ class SingleTask(FedAvg):
 
     def start_task(self, server: Server, task: int) -> Server:
         earlier = [*server.knowledge.get("models", []), server.weights] if task > 0 else []
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         return replace(
-            server, spec=spec, weights=self.network.initial_weights(spec), task=task, knowledge={"models": earlier}
+            server, spec=spec, weights=self.network.make_initial_weights(spec), task=task, knowledge={"models": earlier}
         )
 
-    def cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only: there are no others for a model that knows one task."""
         return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
-    def server_lr(self, task: int) -> float:
+    def find_server_lr(self, task: int) -> float:
         """Return the same in each task: each one begins anew."""
         return self.run.params.federation.server_lr
 
@@ -47,16 +47,17 @@ class SingleTask(FedAvg):
         """Return whether blocks are frozen from the start: each task begins anew, so none is the second."""
         return self.run.params.model.freeze_after == 0
 
-    def columns(self, server: Server) -> Columns:
+    def list_columns(self, server: Server) -> Columns:
         return Columns.order_by_task(server.spec, self.run.device)
 
-    def earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
+    def list_earlier_models(self, server: Server) -> list[dict[str, Tensor]]:
         return list(server.knowledge.get("models", []))
 
-    def predictor(self, server: Server) -> Predictor:
-        models = enumerate([*self.earlier_models(server), server.weights])
+    def make_predictor(self, server: Server) -> Predictor:
+        models = enumerate([*self.list_earlier_models(server), server.weights])
         networks = [
-            NetworkCache(self.run.device, self.prepare_network).load(self.run.spec(t + 1), w).eval() for t, w in models
+            NetworkCache(self.run.device, self.prepare_network).load(self.run.make_spec(t + 1), w).eval()
+            for t, w in models
         ]
 
         def predict(inputs: Tensor) -> Prediction:

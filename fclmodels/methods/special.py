@@ -76,8 +76,8 @@ class Special(FedAvg):
             averaged = self.tune(averaged, replies, measure_distance(server.weights, server.knowledge["anchor"]))
         return blend_with_anchor(averaged, self.share(averaged), self.settings.batch_norm == "blend")
 
-    def update_form(self, task: int, round: int) -> Form:
-        form = super().update_form(task, round)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form = super().make_update_form(task, round)
         if not self.tunes(task):
             return form
         val = make_outline("loss", {"loss": (), "samples": ()}, torch.float64, bound=math.sqrt(2))
@@ -93,16 +93,18 @@ class Special(FedAvg):
         model, leaves D as it was. Where a round samples the share q of the clients, sums of losses and of rows are
         smoothed over rounds, q of each the round's, and a tenth of the task's rounds is counted in rounds of all.
         """
-        val, rounds = replies.sum("val"), self.run.rounds(averaged.task)
+        val, rounds = replies.sum("val"), self.run.count_rounds(averaged.task)
         averaged = set_knowledge(averaged, rounds=averaged.knowledge["rounds"] + 1)
-        noise, guessing = replies.noise("val"), self.compute_guessing_loss(averaged.spec, averaged.task)
+        noise, guessing = replies.compute_noise("val"), self.compute_guessing_loss(averaged.spec, averaged.task)
         if not val["samples"] > 3 * noise:
             return averaged
-        sampled = self.sample_size(averaged.task) / len(self.participants(averaged.task))
+        sampled = self.count_sampled_clients(averaged.task) / len(self.list_participants(averaged.task))
         before = averaged.knowledge["val"]
         means = {name: (1 - sampled) * before.get(name, 0.0) + sampled * float(total) for name, total in val.items()}
         loss = means["loss"] / means["samples"] * (2 * guessing if noise else 1)
-        search = Search(**averaged.knowledge["search"]).after(loss, guessing, self.settings.tolerance, rounds / sampled)
+        search = Search(**averaged.knowledge["search"]).finish_step(
+            loss, guessing, self.settings.tolerance, rounds / sampled
+        )
         radius = search.compute_radius(drift, last=averaged.knowledge["rounds"] == rounds)
         share = share_within(radius, measure_distance(averaged.weights, averaged.knowledge["anchor"]))
         return set_knowledge(averaged, search=asdict(search), share=share, val=means)
@@ -116,7 +118,7 @@ class Special(FedAvg):
         lam = self.settings.lam
         return server.knowledge.get("share", 0.0) if lam == "auto" else lam / (1 + lam)
 
-    def anchor_weight(self, server: Server) -> float:
+    def find_anchor_weight(self, server: Server) -> float:
         lam = self.settings.lam
         return lam if lam != "auto" and "anchor" in server.knowledge else 0.0
 
@@ -134,12 +136,12 @@ class Special(FedAvg):
 
         Under noise their mean, at most twice what guessing costs, in units of that, and 1 where there are rows.
         """
-        weights = self.client_weights(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
+        weights = self.join_own_weights(client, payload)
+        network = self.networks.load(self.run.make_spec(client.task + 1), weights).eval()
         total = torch.zeros((), dtype=torch.float64)
         rows = client.val if self.run.splits.list_clients(client.task, "val") else client.rows
         for batch in self.run.batches.iterate_ordered(rows, self.run.params.federation.batch_size):
-            loss = self.cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
+            loss = self.compute_cross_entropy(network, network.backbone(batch.inputs), batch.labels, client.task)
             total += loss.cpu() * len(batch.labels)
         samples = torch.tensor(len(rows), dtype=torch.float64)
         if self.run.params.federation.privacy.on:
@@ -149,14 +151,14 @@ class Special(FedAvg):
 
     # Before a run.
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         lam, tasks = self.settings.lam, range(1, len(self.run.splits.tasks))
         if not lam or not tasks:
             return []
         if lam == "auto":
             return ["lambda auto: no anchor until a tenth of a task's rounds lowers its loss no more; else FedAvg"]
-        new_rows = self.run.spec(len(self.run.splits.tasks)).label_count > self.run.spec(1).label_count
-        useful, rounds = count_useful_rounds(lam), [self.run.rounds(task) for task in tasks]
+        new_rows = self.run.make_spec(len(self.run.splits.tasks)).label_count > self.run.make_spec(1).label_count
+        useful, rounds = count_useful_rounds(lam), [self.run.count_rounds(task) for task in tasks]
         lines = [
             f"lambda {lam:g}: after the first task a constant update of each round moves the model {1 / lam:.3g} times "
             f"as far as one of them in the end, and {ENOUGH:.0%} of that by round {useful}"

@@ -52,12 +52,12 @@ class SpecialC(FedAvg):
         """Return c at a learning rate: eta lambda, unless it is set."""
         return eta * self.settings.lam if self.settings.c is None else self.settings.c
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         """Return c in units of SPECIAL's lambda, by the client that takes most steps in a round."""
         c, tasks = self.weigh_anchor(self.run.params.optimizer.lr), range(1, len(self.run.splits.tasks))
         if not c or not tasks:
             return []
-        steps = max(self.local_steps(task) for task in tasks)
+        steps = max(self.count_local_steps(task) for task in tasks)
         with_lambda = math.expm1(min(steps * math.log1p(c), 99))
         return [
             f"c {c:g}: over the {steps} local steps of a round it holds a client like SPECIAL's lambda of "
@@ -67,14 +67,14 @@ class SpecialC(FedAvg):
     def start_task(self, server: Server, task: int) -> Server:
         return anchor_to(super().start_task(server, task), server, self.settings.new_rows)
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **anchor_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), **anchor_payload(server)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(AnchoredParameters(training, payload, self.settings.batch_norm == "blend"))
 
     @torch.no_grad()
-    def after(self, training: LocalTraining) -> None:
-        anchored, c = training.part(AnchoredParameters), self.weigh_anchor(training.lr)
+    def finish_step(self, training: LocalTraining) -> None:
+        anchored, c = training.find_part(AnchoredParameters), self.weigh_anchor(training.lr)
         if anchored:
             anchored.pull(c / (1 + c))

@@ -73,9 +73,9 @@ class SrFdil(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.memory = ExemplarMemory(ExemplarSettings(exemplars=settings.memory))
-        self.describe = self.declare(Exchange("describe", self.payload, self.sum_classes, self.sums_form))
-        self.store = self.declare(Exchange("remember", self.scored_payload, self.store_best))
-        self.rate = Exchange("rate", self.scored_payload, self.rate_samples, self.ratings_form)
+        self.describe = self.declare(Exchange("describe", self.make_payload, self.sum_classes, self.make_sums_form))
+        self.store = self.declare(Exchange("remember", self.make_scored_payload, self.store_best))
+        self.rate = Exchange("rate", self.make_scored_payload, self.rate_samples, self.make_ratings_form)
         if settings.choice == "importance":
             self.declare(self.rate)
 
@@ -95,7 +95,7 @@ class SrFdil(FedAvg):
         """Return the server with each client's importance, where that draws the clients of rounds."""
         if self.settings.choice == "uniform" or "means" not in server.knowledge:
             return server
-        ratings = {str(k): part["rating"] for k, part in cohort.ask(self.rate, server).each("rating")}
+        ratings = {str(k): part["rating"] for k, part in cohort.ask(self.rate, server).yield_each("rating")}
         return replace(server, knowledge={**server.knowledge, "ratings": ratings})
 
     def choose_clients(
@@ -124,25 +124,25 @@ class SrFdil(FedAvg):
         cohort.ask(self.store, server)
         return server
 
-    def scored_payload(self, server: Server) -> Payload:
+    def make_scored_payload(self, server: Server) -> Payload:
         """Return the model and each class's mean feature, 0 for those without."""
         means = server.knowledge["means"]
         table = (means["sum"] / means["weight"].clamp(min=1)[:, None]).float()
-        return {**self.payload(server), "means": Part("prototype", {"means": table})}
+        return {**self.make_payload(server), "means": Part("prototype", {"means": table})}
 
     # On a client.
 
-    def sums_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
+    def make_sums_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
         rows = len(network.spec.tasks[task]), network.backbone.features
         return {"means": make_outline("prototype", {"weight": rows[:1], "sum": rows}, torch.float64)}
 
-    def ratings_form(self, task: int, round: int) -> Form:
+    def make_ratings_form(self, task: int, round: int) -> Form:
         return {"rating": make_outline("statistics", {"rating": (2,)}, least="each")}
 
     def load_final(self, client: Client, payload: Payload) -> Network:
         """Return the model that a client was sent, in evaluation mode."""
-        return self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        return self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload)).eval()
 
     def sum_classes(self, client: Client, payload: Payload) -> Answer:
         """Return the counts and the sums of features of a client's classes."""
@@ -178,8 +178,8 @@ class SrFdil(FedAvg):
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         start_replay(training)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return descend_both(self, training, batch, self.cross_entropy)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return descend_both(self, training, batch, self.compute_cross_entropy)
 
 
 def judge_domains(features: Tensor, tasks: Tensor) -> Tensor:

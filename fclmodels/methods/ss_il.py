@@ -47,16 +47,16 @@ class SsIl(Rehearsed):
         if (samples := unpack_samples(training.client.memory)) is not None:
             training.add(Replay(training.client, samples))
 
-    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        return training.client.epochs()
+    def join_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        return training.client.yield_epochs()
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        if replay := training.part(Replay):
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        if replay := training.find_part(Replay):
             batch = Batch.concatenate([batch, replay.draw(self.settings.replay)])
         logits, labels = self.score(training, batch)
         *_, new = columns = list_task_columns(training.network.spec, logits.device)
         loss = separated_cross_entropy(logits, labels, new)
-        if (teacher := training.part(LastModel)) is None:
+        if (teacher := training.find_part(LastModel)) is None:
             return loss
         answers = teacher.answer(batch.inputs)[1]
         return loss + distil_by_task(logits, answers, list_old_groups(columns), self.settings.temperature)

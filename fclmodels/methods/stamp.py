@@ -88,7 +88,7 @@ class Stamp(FedAvg):
         self.alignment = GradientAlignment(settings)
         self.alignment_of_tasks = GradientAlignment(settings.clients)
         self.coreset = CoresetMemory(settings, run, self.name, self.networks)
-        self.store = self.declare(Exchange("coreset", self.payload, self.store_coreset))
+        self.store = self.declare(Exchange("coreset", self.make_payload, self.store_coreset))
 
     # Between clients, on the server.
 
@@ -102,8 +102,8 @@ class Stamp(FedAvg):
     def obstacle_to_robust_rules(self) -> Obstacle | None:
         return Obstacle("aligns them (spatio: false averages)", "Use mean") if self.settings.spatio else None
 
-    def update_form(self, task: int, round: int) -> Form:
-        form = super().update_form(task, round)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form = super().make_update_form(task, round)
         return require_single_updates(form) if self.settings.spatio else form
 
     def combine(self, replies: Replies) -> Gradients:
@@ -117,8 +117,8 @@ class Stamp(FedAvg):
 
     def store_coreset(self, client: Client, payload: Payload) -> Answer:
         """Return the memory with the task's coreset; the answer itself is empty."""
-        weights = self.client_weights(client, payload)
-        network = self.networks.load(self.run.spec(client.task + 1), weights).eval()
+        weights = self.join_own_weights(client, payload)
+        network = self.networks.load(self.run.make_spec(client.task + 1), weights).eval()
         return Answer({}, self.coreset.add_task(client, network))
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
@@ -126,20 +126,20 @@ class Stamp(FedAvg):
         if samples is not None:
             training.add(PastTasks(training.client, samples))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return the cross entropy in the batch's task, and eq. 7 against the client's prototypes of other classes."""
         network = training.network
         features = network.backbone(batch.inputs)
-        loss = self.cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
+        loss = self.compute_cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
         if self.settings.protonet:
-            past = training.part(PastTasks)
+            past = training.find_part(PastTasks)
             prototypes = past.compute_prototypes(training) if past else make_no_prototypes(features)
             loss = loss + self.settings.protonet * prototype_loss(features, batch.labels, *prototypes)
         return loss
 
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Replace gradients, under `temporal: step`, by GA of the current gradient and one of each past task."""
-        past = training.part(PastTasks)
+        past = training.find_part(PastTasks)
         if past is None:
             return
         if self.settings.temporal == "algorithm1":
@@ -151,7 +151,7 @@ class Stamp(FedAvg):
 
     def compute_past_gradients(self, training: LocalTraining, past: PastTasks) -> Iterator[Gradients]:
         """Yield a gradient of each past task at the present weights, by name: of samples or of prototypes."""
-        loss = self.loss if self.settings.tasks_from == "coreset" else self.compute_prototype_loss
+        loss = self.compute_loss if self.settings.tasks_from == "coreset" else self.compute_prototype_loss
         for task in past.samples:
             with isolate_pass(training):
                 value = loss(training, past.draw(task))
@@ -160,11 +160,11 @@ class Stamp(FedAvg):
     def compute_prototype_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return the mean over the batch's classes of the cross entropy of their mean features (eq. 3)."""
         means, labels = average_classes(training.network.backbone(batch.inputs), batch.labels)
-        return self.cross_entropy(training.network, means, labels, int(batch.tasks[0]))
+        return self.compute_cross_entropy(training.network, means, labels, int(batch.tasks[0]))
 
     def finish_training(self, training: LocalTraining) -> None:
         """Move from the round's start by GA of a vector of the current task and one of each past task."""
-        past = training.part(PastTasks)
+        past = training.find_part(PastTasks)
         if past is None or self.settings.temporal not in ("algorithm1", "round"):
             return
         client, moved = training.client, training.measure_movement(training.start)

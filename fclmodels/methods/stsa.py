@@ -36,7 +36,7 @@ from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.parts.closed_form_head import ClosedFormHead, ClosedFormSettings
 from fclmodels.methods.parts.estimated_products import EstimatedProducts
 from fclmodels.methods.parts.frozen_backbone import FrozenBackbone
-from fclmodels.methods.parts.idle_rounds import answer_idly, idle_form
+from fclmodels.methods.parts.idle_rounds import answer_idly, make_idle_form
 from fclmodels.methods.parts.trained_network import TrainedNetwork
 from fclmodels.settings.base import Profiles
 
@@ -78,7 +78,7 @@ class Stsa(FedAvg):
             )
         super().__init__(settings, network.run, network)
         self.head = HEADS[settings.statistics](
-            settings, self.run, self.networks, self.load_network, self.compute_features, super().payload
+            settings, self.run, self.networks, self.load_network, self.compute_features, super().make_payload
         )
         self.declare(self.head.exchange)
 
@@ -89,8 +89,8 @@ class Stsa(FedAvg):
             return TrainedNetwork(run, settings.batch_norm)
         return FrozenBackbone(settings, run, self.name, AdaptFormer)
 
-    def advice(self) -> list[str]:
-        return self.network.advice() if isinstance(self.network, FrozenBackbone) else []
+    def list_advice(self) -> list[str]:
+        return self.network.list_advice() if isinstance(self.network, FrozenBackbone) else []
 
     @property
     def obstacle_to_sums(self) -> Obstacle | None:
@@ -110,11 +110,11 @@ class Stsa(FedAvg):
 
     # The first task is FedAvg's.
 
-    def update_form(self, task: int, round: int) -> Form:
-        return super().update_form(task, round) if task == 0 else idle_form()
+    def make_update_form(self, task: int, round: int) -> Form:
+        return super().make_update_form(task, round) if task == 0 else make_idle_form()
 
-    def payload(self, server: Server) -> Payload:
-        return super().payload(server) if server.task == 0 else {}
+    def make_payload(self, server: Server) -> Payload:
+        return super().make_payload(server) if server.task == 0 else {}
 
     def train(self, client: Client, payload: Payload) -> Answer:
         return super().train(client, payload) if client.task == 0 else answer_idly(client, payload)
@@ -126,7 +126,7 @@ class Stsa(FedAvg):
 
     def load_network(self, client: Client, payload: Payload) -> Network:
         """Return the network with the weights that the question brings."""
-        return self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors)
+        return self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors)
 
     def compute_features(self, network: Network, batch: Batch) -> Tensor:
         """Return the features [B, F] of a batch."""
@@ -136,8 +136,8 @@ class Stsa(FedAvg):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         return self.head.finish_task(server, cohort)
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
-        head = self.head.fitted_head(server)
+    def find_head(self, server: Server) -> FittedHead | None:
+        head = self.head.find_head(server)
         if head is None or not self.settings.cosine:
             return head
         # The logits of one sample are divided by one length, which leaves their order: only the rows' lengths count.

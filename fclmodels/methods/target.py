@@ -79,7 +79,7 @@ class Target(SyntheticReplay):
 def imitate(training: LocalTraining, inputs: Tensor, teacher: Teacher, of: Target.Settings) -> Tensor:
     """Return kd times the distillation loss of synthetic images, over the teacher's classes."""
     network = training.network
-    return of.kd * distill_heads(network, network.backbone(inputs), teacher.logits(inputs), of.temperature)
+    return of.kd * distill_heads(network, network.backbone(inputs), teacher.compute_logits(inputs), of.temperature)
 
 
 class TargetSynthesis(Synthesis):
@@ -129,9 +129,9 @@ class TargetSynthesis(Synthesis):
         self.student_optimiser.param_groups[0]["lr"] = LEAST_LR + (self.student_sgd.lr - LEAST_LR) * share
         super().teach_student(rounds)
 
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         generator = {"weights": dict(self.generator.state_dict()), "optimiser": read_optimiser_state(self.meta)}
-        return {**super().state(), "generator": generator}
+        return {**super().collect_state(), "generator": generator}
 
     def restore(self, state: Tree) -> None:
         super().restore(state)

@@ -41,7 +41,7 @@ class TargetLode(SyntheticReplay):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if run.spec(1).head != "growing":
+        if run.make_spec(1).head != "growing":
             raise UserError("methods.target-lode: it weighs new classes against old ones. Use model.head: growing.")
 
     @property

@@ -43,16 +43,16 @@ class Router:
         """Tasks T and features F."""
         return len(self.bases), len(self.bases[0])
 
-    def sample_scores(self, features: Tensor) -> Tensor:
+    def score_samples(self, features: Tensor) -> Tensor:
         """Return scores [B, T] from features [B, F]; a sample's highest is that of its predicted task."""
         return rate(self._compare(relevance(features, self.bases)), self.has_reference)
 
-    def batch_scores(self, features: Tensor) -> Tensor:
+    def score_batch(self, features: Tensor) -> Tensor:
         """Return scores [T] of the batch [B, F] together; the highest is that of its predicted task."""
         lengths = relevance(features, self.bases)
         return rate(self._compare(batch_relevance(lengths) / len(features) ** 0.5), self.has_reference)
 
-    def sample_margins(self, features: Tensor) -> Tensor:
+    def measure_margins(self, features: Tensor) -> Tensor:
         """Return by how much each sample's mean cosine for its predicted task is above the next best [B].
 
         At most 0 where votes and means differ; infinite where there is one task.
@@ -67,7 +67,7 @@ class Router:
         """Return which samples have too small a margin to be routed: bool [B]."""
         if self.least_margin is None:
             return torch.zeros(len(features), dtype=torch.bool, device=features.device)
-        return self.sample_margins(features) < self.least_margin
+        return self.measure_margins(features) < self.least_margin
 
     def to_tree(self) -> dict[str, Any]:
         return {

@@ -31,27 +31,27 @@ class Store:
     def put(self, tree: Tree) -> str:
         """Store a tree; return its digest."""
         digest = trees.digest(tree)
-        if not self.path(digest).exists():
-            trees.save(tree, self.path(digest))
+        if not self.find_path(digest).exists():
+            trees.save(tree, self.find_path(digest))
         return digest
 
     def get(self, digest: str) -> Tree:
         """Return the tree with this digest; UserError where it is missing or has changed."""
         tree = trees.load(self._find_existing(digest))
         if trees.digest(tree) != digest:
-            raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
+            raise UserError(f"{self.find_path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
         return tree
 
     def verify(self, digest: str) -> Path:
         """Return the file of a tree; UserError where it is missing or has changed."""
         self.get(digest)
-        return self.path(digest)
+        return self.find_path(digest)
 
     def adopt(self, file: Path) -> str:
         """Store a copy of a file that holds a tree; return its digest."""
         digest = trees.digest(trees.load(file))
         if not self.has(digest):
-            with replace_file(self.path(digest)) as temporary:
+            with replace_file(self.find_path(digest)) as temporary:
                 shutil.copyfile(file, temporary)
         return digest
 
@@ -60,18 +60,18 @@ class Store:
         table.write_parquet(buffer, compression="zstd")
         digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
         if not self.has(digest):
-            with replace_file(self.path(digest)) as temporary:
+            with replace_file(self.find_path(digest)) as temporary:
                 temporary.write_bytes(buffer.getbuffer())
         return digest
 
     def get_table(self, digest: str) -> pl.DataFrame:
         content = self._find_existing(digest).read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
-            raise UserError(f"{self.path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
+            raise UserError(f"{self.find_path(digest)} does not match its digest (changed or cut short). {_REMEDY}")
         try:
             return parse_table(content)
         except ValueError as problem:
-            raise UserError(f"{self.path(digest)} cannot be read ({problem}). {_REMEDY}") from problem
+            raise UserError(f"{self.find_path(digest)} cannot be read ({problem}). {_REMEDY}") from problem
 
     def record(self, key: str, outcome: dict[str, Tree]) -> None:
         """Store the outcome of the step with this key: JSON that names objects by digest."""
@@ -91,7 +91,7 @@ class Store:
     def forget(self, digests: Iterable[str]) -> list[str]:
         """Delete these objects and all records that name a missing object; return the keys of those records."""
         for digest in digests:
-            self.path(digest).unlink(missing_ok=True)
+            self.find_path(digest).unlink(missing_ok=True)
         broken = [file for file in (self.root / "done").glob("*.json") if self.recall(file.stem) is None]
         for file in broken:
             file.unlink(missing_ok=True)
@@ -106,14 +106,14 @@ class Store:
                 file.unlink(missing_ok=True)
 
     def has(self, digest: str) -> bool:
-        return self.path(digest).exists()
+        return self.find_path(digest).exists()
 
-    def path(self, digest: str) -> Path:
+    def find_path(self, digest: str) -> Path:
         if not DIGEST.fullmatch(digest):
             raise ValueError(f"{digest!a} is no digest")
         return self.root / digest[:2] / digest
 
     def _find_existing(self, digest: str) -> Path:
         if not self.has(digest):
-            raise UserError(f"{self.path(digest)} is missing. {_REMEDY}")
-        return self.path(digest)
+            raise UserError(f"{self.find_path(digest)} is missing. {_REMEDY}")
+        return self.find_path(digest)

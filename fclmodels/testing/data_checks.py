@@ -135,7 +135,7 @@ def check_partition(partition: type[Partition], *settings: str) -> None:
     some[0, 1] = some[:, 2] = False
     for may in (everyone, some):
         portion = Portion("by hand", ("a", "b", "c"), np.array([40, 24, 32]), may)
-        allotted, again = (kind.allot(portion, kind.generator("check")) for _ in range(2))
+        allotted, again = (kind.allot(portion, kind.make_generator("check")) for _ in range(2))
         _check_allotted(name, allotted, portion, kind.shares_images)
         require(np.array_equal(allotted, again), f"{name}: it draws from another generator than its own")
     _check_deal(name, kind)

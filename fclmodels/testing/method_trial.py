@@ -133,10 +133,10 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         server = Server.from_tree(load_last_state(self.experiment)["server"])
         inputs = next(method.run.batches.iterate_ordered(self.splits.select_test_rows(0), CHECKED)).inputs
         with torch.inference_mode():
-            prediction = method.predictor(server)(inputs)
+            prediction = method.make_predictor(server)(inputs)
         check_shapes(method, server, prediction, CHECKED)
         require(not bool(prediction.logits.isnan().any()), f"{self.name}: a logit is not a number")
-        columns = method.columns(server)
+        columns = method.list_columns(server)
         labels = sorted(set(columns.labels.tolist()))
         require(labels == list(range(LABELS)), f"{self.name}: its columns stand for the labels {labels}, not 0 to 3")
         without = (~columns.mask_tasks(server.spec.tasks).any(1)).nonzero().flatten().tolist()
@@ -159,7 +159,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         rows = ledger.filter(direction="kept").group_by("client").agg(pl.col("bytes").last())
         memories = load_last_state(self.experiment)["memories"]
         sizes_of_files = {
-            int(client): self.experiment.store.path(digest).stat().st_size for client, digest in memories.items()
+            int(client): self.experiment.store.find_path(digest).stat().st_size for client, digest in memories.items()
         }
         noted = dict(rows.filter(pl.col("bytes") > 0).iter_rows())
         require(noted == sizes_of_files, f"{self.name}: clients keep {sizes_of_files} bytes, the ledger says {noted}")
@@ -199,7 +199,7 @@ def check_shapes(method: Method, server: Server, prediction: Prediction, count: 
     """Raise AssertionError where predictions of so many samples lack a logit a column, or a score a task."""
     tasks = len(server.spec.tasks)
     for title, values, right in (
-        ("logits", prediction.logits, [count, len(method.columns(server).labels)]),
+        ("logits", prediction.logits, [count, len(method.list_columns(server).labels)]),
         ("task scores", prediction.task_scores, [count, tasks]),
         ("batch scores", prediction.batch_scores, [tasks]),
     ):
@@ -209,7 +209,7 @@ def check_shapes(method: Method, server: Server, prediction: Prediction, count: 
 
 def check_each_prediction(method: Method) -> None:
     """From now on a prediction in this process that has another shape raises AssertionError."""
-    make_predictor = method.predictor
+    make_predictor = method.make_predictor
 
     def predictor(server: Server) -> Predictor:
         predict = make_predictor(server)
@@ -221,7 +221,7 @@ def check_each_prediction(method: Method) -> None:
 
         return check_answers
 
-    method.predictor = predictor
+    method.make_predictor = predictor
 
 
 def compare_replies(method: Method) -> None:

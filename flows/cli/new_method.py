@@ -39,7 +39,7 @@ class {cls}(FedAvg):
     # (on the server), further_parts (what a client sends besides; update_form declares it), and an exchange of one's
     # own (declared in __init__, asked in finish_task). See fclmodels/federation/method.py.
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         """Add the gradient of strength / 2 ||w||^2, in place."""
         for name, gradient in training.gradients.items():
             gradient.add_(training.parameters[name], alpha=self.settings.strength)

@@ -118,7 +118,7 @@ def client_of() -> Callable[..., Client]:
     """A client as the engine shows it to a method."""
 
     def make(method: Method, index: int, task: int = 0, round: int = 0, memory: dict[str, Any] | None = None) -> Client:
-        return Client(index, task, round, method.run, method.rows(task, index), memory or {})
+        return Client(index, task, round, method.run, method.select_rows(task, index), memory or {})
 
     return make
 
@@ -129,7 +129,7 @@ def federate(tmp_path: Path) -> Federate:
     number = count()
 
     def learn(method: Method, tasks: int | None = None) -> Server:
-        server, memories = method.setup(), {}
+        server, memories = method.create_server(), {}
         for task in range(len(method.run.splits.tasks) if tasks is None else tasks):
             checkpoints = Checkpoints(tmp_path / f"federate-{next(number)}")
             executor = Serial(method, 1)
@@ -145,7 +145,7 @@ def federate(tmp_path: Path) -> Federate:
                 Listener(),
                 training,
             )
-            clients = method.participants(task)
+            clients = method.list_participants(task)
             cohort = Cohort(executor, task, clients, position.memories, Ledger(checkpoints.ledger), checkpoints)
             server, memories = method.finish_task(position.server, cohort), cohort.memories
             checkpoints.close()

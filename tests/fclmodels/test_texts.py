@@ -160,7 +160,7 @@ def test_what_is_for_images_only_is_refused(toys, params_of, method_of, encoder)
     with pytest.raises(UserError, match=r"^augment: these samples are texts, which nothing here augments. Leave the"):
         Run.on(params_of(*chosen_model(encoder), "augment.flip=true"), splits, seed=0)
     with pytest.raises(UserError, match=r"^methods.fot finds bases from images, these samples are texts. Use another"):
-        method_of(Fot, *chosen_model(encoder), splits=splits).setup()
+        method_of(Fot, *chosen_model(encoder), splits=splits).create_server()
     with pytest.raises(
         UserError, match=r"^methods.scr alters images for second views, these samples are texts. Use er"
     ):

@@ -38,7 +38,7 @@ class Partition:
         """True where each client that has a class has all of its samples."""
         return False
 
-    def generator(self, *purpose: int | str) -> np.random.Generator:
+    def make_generator(self, *purpose: int | str) -> np.random.Generator:
         return np.random.default_rng(derive_seed("partition", self.settings.seed or 0, *purpose))
 
     def allot(self, portion: Portion, generator: np.random.Generator) -> np.ndarray:

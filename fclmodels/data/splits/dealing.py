@@ -35,7 +35,7 @@ def deal(layout: Layout, samples: SampleTable, partition: Partition) -> tuple[De
     settings, tasks = partition.settings, len(layout.tasks)
     if settings.task_share < 1 and any(task.classes_by_client for task in layout.tasks):
         raise UserError("partition.task_share: clients with tasks of their own see all of them. Use task_share: 1.")
-    present = draw_participants(settings.clients, tasks, settings.task_share, partition.generator("participants"))
+    present = draw_participants(settings.clients, tasks, settings.task_share, partition.make_generator("participants"))
     pairs = [_deal_pool(pool, samples, present, partition) for pool in layout.pools]
     train, test = (Deal.concatenate(parts) for parts in zip(*pairs, strict=True))
     return train, test
@@ -51,15 +51,15 @@ def _deal_pool(pool: Pool, samples: SampleTable, present: np.ndarray, partition:
     trained, tested = (np.bincount(columns, minlength=len(pool.classes)) for _, columns in halves)
     may = (pool.task_of >= 0) & np.take_along_axis(present, np.maximum(pool.task_of, 0), axis=1)
     portion = Portion(pool.name, tuple(samples.classes[c] for c in pool.classes), trained, may)
-    allotted = partition.allot(portion, partition.generator("amounts", pool.key))
+    allotted = partition.allot(portion, partition.make_generator("amounts", pool.key))
     if pool.promised:
         _refuse_broken_promise(portion, allotted)
     if partition.shares_images:
         return _deal_all(pool, *halves[0], allotted > 0), _deal_to_everyone(pool, *halves[1], allotted > 0)
-    test_allotted = allot_test_samples(allotted, tested, partition.generator("test amounts", pool.key))
+    test_allotted = allot_test_samples(allotted, tested, partition.make_generator("test amounts", pool.key))
     return (
-        _draw(pool, *halves[0], allotted, partition.generator("samples", pool.key)),
-        _draw(pool, *halves[1], test_allotted, partition.generator("test samples", pool.key)),
+        _draw(pool, *halves[0], allotted, partition.make_generator("samples", pool.key)),
+        _draw(pool, *halves[1], test_allotted, partition.make_generator("test samples", pool.key)),
     )
 
 

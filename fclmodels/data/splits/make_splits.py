@@ -66,7 +66,7 @@ def arrange(prepared: Prepared, stream: Stream, partition: Partition) -> tuple[L
     for pool in layout.pools:
         _refuse_gaps(pool, samples, unofficial, partition.settings.test)
     train, test = deal(layout, samples, partition)
-    labels, share, generator = samples.labels[train.samples], partition.settings.val, partition.generator("val")
+    labels, share, generator = samples.labels[train.samples], partition.settings.val, partition.make_generator("val")
     val = cut_val(train.clients, train.tasks, labels, units[train.samples], share, generator)
     kinds = np.concatenate([val.astype(int), np.full(len(test.samples), SPLITS.index("test"))])
     return layout, _make_manifest(samples, layout, Deal.concatenate([train, test]), kinds)
@@ -79,7 +79,7 @@ def _cut_test_rows(prepared: Prepared, units: np.ndarray, partition: Partition) 
     test = (table["official"] == "test").fill_null(False).to_numpy().copy()
     free = np.flatnonzero(table["official"].is_null().to_numpy())
     strata = labels[free].astype(np.int64) * len(meta.domains) + domains[free]
-    test[free] = cut_test(strata, units[free], partition.settings.test, partition.generator("test"))
+    test[free] = cut_test(strata, units[free], partition.settings.test, partition.make_generator("test"))
     return SampleTable(labels, domains, test, meta.classes, meta.domains, meta.own_label_spaces)
 
 
@@ -91,7 +91,7 @@ def _thin(layout: Layout, samples: SampleTable, units: np.ndarray, partition: Pa
     for kind, share in shares.items():
         if share < 1:
             rows = np.flatnonzero(samples.test == (kind == "test"))
-            is_dropped[rows] = cut_test(strata[rows], units[rows], 1 - share, partition.generator(f"{kind} share"))
+            is_dropped[rows] = cut_test(strata[rows], units[rows], 1 - share, partition.make_generator(f"{kind} share"))
     pools = (replace(pool, rows=pool.rows[~is_dropped[pool.rows]]) for pool in layout.pools)
     return replace(layout, pools=tuple(pools))
 

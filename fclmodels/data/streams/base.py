@@ -77,7 +77,7 @@ class Stream:
     def lay_out(self, samples: SampleTable, clients: int) -> Layout:
         raise NotImplementedError
 
-    def generator(self, *purpose: int | str) -> np.random.Generator:
+    def make_generator(self, *purpose: int | str) -> np.random.Generator:
         return np.random.default_rng(derive_seed("stream", self.settings.seed or 0, *purpose))
 
 

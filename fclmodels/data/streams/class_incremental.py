@@ -52,7 +52,7 @@ class ClassIncremental(Stream):
         s = self.settings
         if s.classes is not None:
             return find_named_groups(s.classes, names)
-        order = order_classes(names, s.class_order, self.generator("class order"))
+        order = order_classes(names, s.class_order, self.make_generator("class order"))
         ends = accumulate(find_group_sizes(len(names), s.tasks, s.classes_per_task), initial=0)
         return [tuple(order[start:end]) for start, end in pairwise(ends)]
 

@@ -44,7 +44,7 @@ class OverlappingClasses(Stream):
 
     def _group_classes(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         s = self.settings
-        order = order_classes(names, s.class_order, self.generator("class order"))
+        order = order_classes(names, s.class_order, self.make_generator("class order"))
         count = count_tasks(len(names), s.classes_per_task, s.overlap, s.tasks)
         starts = range(0, count * (s.classes_per_task - s.overlap), s.classes_per_task - s.overlap)
         return [tuple(order[start : start + s.classes_per_task]) for start in starts]
@@ -56,7 +56,7 @@ class OverlappingClasses(Stream):
             tasks = [t for t, group in enumerate(groups) if c in group]
             for test in (False, True):
                 rows = np.flatnonzero((samples.labels == c) & (samples.test == test))
-                task_of[self.generator("tasks of", c, int(test)).permutation(rows)] = np.resize(tasks, len(rows))
+                task_of[self.make_generator("tasks of", c, int(test)).permutation(rows)] = np.resize(tasks, len(rows))
         return task_of
 
 

@@ -52,7 +52,7 @@ class TaskPool(Stream):
     def _draw_sequence(self, client: int, classes: int) -> np.ndarray:
         """Return a client's classes by task [tasks, width]."""
         tasks, width = self.settings.tasks, self.settings.classes_per_task
-        random = self.generator("sequence", client)
+        random = self.make_generator("sequence", client)
         if self.settings.recurring:
             return np.stack([random.permutation(classes)[:width] for _ in range(tasks)])
         return random.permutation(classes)[: tasks * width].reshape(tasks, width)

@@ -59,13 +59,13 @@ def extrapolate(trial: Trial, method: "Method", choice: Choice) -> Estimate:
         [sum_traffic(method, task, getattr(costs, way)) for task, costs in enumerate(tasks)] for way in ("up", "down")
     )
     if method.is_centralised:
-        up = [sum(method.pooled_bytes(task).values()) for task in range(len(tasks))]
+        up = [sum(method.count_pooled_bytes(task).values()) for task in range(len(tasks))]
     last = len(tasks) - 1
-    sampled = method.sample_size(last)
+    sampled = method.count_sampled_clients(last)
     is_serial = choice.executor == "serial"
     workers = 0 if is_serial else min(choice.workers or 1, sampled)
     grown = max(0, tasks[-1].stored - trial.tasks[-1].stored)
-    clients = max(len(method.participants(task)) for task in range(len(tasks)))
+    clients = max(len(method.list_participants(task)) for task in range(len(tasks)))
     stored = sum(costs.stored + clients * costs.memory for costs in tasks)
     spool = sampled * max(tasks[-1].up["later"], tasks[-1].up["after"])
     return Estimate(
@@ -109,7 +109,11 @@ def sum_traffic(method: "Method", task: int, of_client: Traffic) -> float:
 
     With n clients of which each of R rounds samples s, n (1 - (1 - s/n)^R) are expected to take part at least once.
     """
-    clients, sampled, rounds = len(method.participants(task)), method.sample_size(task), method.run.rounds(task)
+    clients, sampled, rounds = (
+        len(method.list_participants(task)),
+        method.count_sampled_clients(task),
+        method.run.count_rounds(task),
+    )
     ever = clients * (1 - (1 - sampled / clients) ** rounds)
     outside = clients * (of_client["before"] + of_client["after"])
     return outside + ever * of_client["first"] + (rounds * sampled - ever) * of_client["later"]
@@ -118,13 +122,13 @@ def sum_traffic(method: "Method", task: int, of_client: Traffic) -> float:
 def predict_seconds(trial: Trial, costs: TaskCosts, method: "Method", task: int, workers: int) -> float:
     """Return the seconds of a task: its rounds, its end, and the evaluation of all tasks so far."""
     run, federation = method.run, method.run.params.federation
-    clients = method.participants(task)
-    rows = sorted((len(method.rows(task, client)) for client in clients), reverse=True)
-    share = method.sample_size(task) / len(clients)
+    clients = method.list_participants(task)
+    rows = sorted((len(method.select_rows(task, client)) for client in clients), reverse=True)
+    share = method.count_sampled_clients(task) / len(clients)
     a_round = count_most_batches(rows, workers) * share * federation.local_epochs * costs.seconds_a_row
     conclude = costs.conclude_seconds * sum(rows) / costs.rows / workers
     test_rows = sum(len(run.splits.select_test_rows(earlier)) for earlier in range(task + 1))
-    return run.rounds(task) * a_round + conclude + test_rows * trial.seconds_a_test_row
+    return run.count_rounds(task) * a_round + conclude + test_rows * trial.seconds_a_test_row
 
 
 def refuse_what_does_not_fit(estimate: Estimate, run: "Experiment") -> None:

@@ -21,18 +21,18 @@ def is_small(run: "Experiment") -> bool:
     of all rounds, of which the backward pass has two thirds.
     """
     method, federation = run.method, run.params.federation
-    network = deepcopy(method.networks.of(method.run.spec(1))).eval()  # which the run itself goes on to use
+    network = deepcopy(method.networks.of(method.run.make_spec(1))).eval()  # which the run itself goes on to use
     inputs = next(method.run.batches.iterate_ordered(run.splits.select_test_rows(0), 1)).inputs
     shapes = measure_shapes(network, inputs)
     weights = sum(tensor.numel() for tensor in network.state_dict().values())
     numbers = max(weights, federation.batch_size * shapes.activations, shapes.widest**2)
     samples = sum(
-        method.run.rounds(task)
-        * method.sample_size(task)
+        method.run.count_rounds(task)
+        * method.count_sampled_clients(task)
         / len(clients)
-        * sum(len(method.rows(task, c)) for c in clients)
+        * sum(len(method.select_rows(task, c)) for c in clients)
         for task in range(run.tasks)
-        if (clients := method.participants(task))
+        if (clients := method.list_participants(task))
     )
     work = 3 * shapes.multiplications * samples * federation.local_epochs
     return BYTES_OF_A_NUMBER * numbers < SMALL_MEMORY and work < SMALL_WORK

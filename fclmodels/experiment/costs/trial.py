@@ -143,7 +143,7 @@ def measure(order: dict[str, Any]) -> Trial:
         main_bytes=max(peaks) - before,
         worker_bytes=worker_bytes,
         seconds_a_test_row=measure_evaluation(experiment, outcomes),
-        model_bytes=experiment.store.path(outcomes[0]["objects"]["state"]).stat().st_size,
+        model_bytes=experiment.store.find_path(outcomes[0]["objects"]["state"]).stat().st_size,
     )
 
 
@@ -164,8 +164,8 @@ def measure_task(experiment: Experiment, outcomes: list[Outcome], task: int) -> 
     ledger = pl.concat([store.get_table(step["objects"]["ledger"]) for step in (learn, conclude)])
     if not ledger.filter(direction="lost").is_empty():
         raise MemoryError("a client")
-    clients = method.participants(task)
-    rows = sum(len(method.rows(task, client)) for client in clients)
+    clients = method.list_participants(task)
+    rows = sum(len(method.select_rows(task, client)) for client in clients)
     traffic = {
         direction: {
             when: float(ledger.filter(of_exchange, direction=direction)["bytes"].sum()) / len(clients)
@@ -182,7 +182,7 @@ def measure_task(experiment: Experiment, outcomes: list[Outcome], task: int) -> 
         down=traffic["down"],
         memory=memories / len(clients),
         stored=sum(
-            store.path(digest).stat().st_size
+            store.find_path(digest).stat().st_size
             for digest in {step["objects"].get(name) for step in (learn, conclude) for name in ("state", "knowledge")}
             if digest
         ),

@@ -128,7 +128,7 @@ class Cohort:
 
         session = Session(job, turnout, self._settings.secagg, self.executor, self.ledger)
         job = replace(job, payload={**payload, **session.payload})
-        return session.sums(self._gather(job, turnout, on_answer))
+        return session.compute_sums(self._gather(job, turnout, on_answer))
 
     def close(self) -> None:
         """Delete the spool."""
@@ -158,7 +158,7 @@ class Cohort:
                 self._hold_back(answer, job.round, delay)
             else:
                 if job.summed and answer.finding is None:
-                    answer = self._as_block(job, places[answer.client], findings, answer)
+                    answer = self._make_block(job, places[answer.client], findings, answer)
                 self._take(job, replies, findings, answer.client, answer.reply, finding=answer.finding)
                 if answer.block:
                     replies.add_block(answer.block)
@@ -172,7 +172,7 @@ class Cohort:
             self._ask_again(job, replies, before)
         return replies
 
-    def _as_block(self, job: Job, place: int, findings: Mapping[int, Finding], answer: ClientResult) -> ClientResult:
+    def _make_block(self, job: Job, place: int, findings: Mapping[int, Finding], answer: ClientResult) -> ClientResult:
         """Return a result as an executor that sums would; without a block where its reply is refused or differs."""
         finding = self._inspect(job, answer.client, answer.reply)
         reply, sums = answer.reply.set_apart()
@@ -238,7 +238,7 @@ class Cohort:
     def _inspect(self, job: Job, client: int, reply: Reply) -> Finding:
         method = self.executor.method
         classes = method.run.splits.count_classes(job.task + 1)
-        return inspection.inspect_reply(reply, job.join_payload(client), method.largest_weight(job.task), classes)
+        return inspection.inspect_reply(reply, job.join_payload(client), method.bound_client_weight(job.task), classes)
 
     def _refuse(self, job: Job, replies: Replies, findings: Mapping[int, Finding]) -> None:
         """Drop the replies with a defect, and measure the lengths of the others' updates."""

@@ -88,7 +88,7 @@ class Turnout:
         """The number of replies that the server aggregates."""
         return len(self.in_time) + len(self.weights)
 
-    def counts(self) -> dict[str, int]:
+    def count_all(self) -> dict[str, int]:
         """Return counts for the log.
 
         clients: all that were sampled. missing: sampled clients that never answer. late: replies to earlier rounds that
@@ -119,7 +119,9 @@ def draw_turnout(
     called_off: tuple[tuple[int, ...], ...] = ()
     for draw in range(MOST_DRAWS):
         delays = {client: draw_delay(method.run, task, round, client, draw) for client in sample(draw)}
-        losses = {client: loss(method.run, task, round, client, draw) for client, d in delays.items() if d is not None}
+        losses = {
+            client: draw_loss(method.run, task, round, client, draw) for client, d in delays.items() if d is not None
+        }
         lost = {client: why for client, why in losses.items() if why}
         turnout = Turnout(delays, arriving, weights, called_off, lost)
         least = count_needed_answers(method.run, len(delays))
@@ -148,23 +150,23 @@ def compute_secagg_threshold(clients: int, share: float) -> int:
 def draw_delay(run: Run, task: int, round: int, client: int, draw: int) -> int | None:
     """Return by how many rounds a client of a round's nth draw answers late; None where it never answers."""
     faults = run.params.federation.faults
-    random = run.generator("faults", task, round, client, draw)
+    random = run.make_generator("faults", task, round, client, draw)
     missing, late = torch.rand(2, generator=random, dtype=torch.float64).tolist()
     if missing < faults.missing:
         return None
     return int(torch.randint(1, faults.late_rounds + 1, (), generator=random)) if late < faults.late else 0
 
 
-def loss(run: Run, task: int, round: int, client: int, draw: int) -> Loss | None:
+def draw_loss(run: Run, task: int, round: int, client: int, draw: int) -> Loss | None:
     """Return why the reply of a client that takes part is lost; None where it is not."""
     faults = run.params.federation.faults
-    crash, memory = torch.rand(2, generator=run.generator("lost", task, round, client, draw)).tolist()
+    crash, memory = torch.rand(2, generator=run.make_generator("lost", task, round, client, draw)).tolist()
     return "out of memory" if memory < faults.out_of_memory else "crash" if crash < faults.crash else None
 
 
 def leaves_before(run: Run, task: int, round: int, client: int) -> int:
     """Return the step of secure aggregation before which a missing client leaves: 0 keys, 1 shares, 2 reply."""
-    return int(torch.randint(3, (), generator=run.generator("leaves", task, round, client)))
+    return int(torch.randint(3, (), generator=run.make_generator("leaves", task, round, client)))
 
 
 def weight(age: int) -> float:

@@ -59,7 +59,7 @@ class TreeSum:
         else:
             self._waiting[level, index] = value if owned else _clone(value)
 
-    def result(self) -> Tensors:
+    def compute_sum(self) -> Tensors:
         """Return the sum of all n values."""
         ((place, value),) = self._waiting.items()
         assert self._is_root(place[0])
@@ -159,7 +159,7 @@ class Replies:
         if self.rule is not None and self.parts[part].over:
             return self._sum_by_rule(part, self.rule, self.clients)
         if part in self._sums:
-            return self._sums[part].result()
+            return self._sums[part].compute_sum()
         return self._add_up(part, self.clients, self.spool / "sums")
 
     def _add_up(self, part: str, clients: Sequence[int], spool: Path) -> Tensors:
@@ -167,17 +167,19 @@ class Replies:
         total = TreeSum(len(clients), spool)
         for place, client in enumerate(clients):
             total.add(place, self._yield_weighted(client, part, self._read_tensors(part, client)))
-        return total.result()
+        return total.compute_sum()
 
-    def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
+    def yield_each(self, part: str) -> Iterator[tuple[int, Tensors]]:
         """Yield (client, tensors) of a part in order of clients, one at a time where they are in the spool."""
         self._refuse_silence()
         for client in sorted(self.clients):
             yield client, self._read_tensors(part, client)
 
-    def noise(self, part: str) -> float:
+    def compute_noise(self, part: str) -> float:
         """Return the standard deviation of the noise in each number of a part's sum."""
-        return math.hypot(*(self._outlines[client][part].noise * self._share(client, part) for client in self.clients))
+        return math.hypot(
+            *(self._outlines[client][part].noise * self._find_share(client, part) for client in self.clients)
+        )
 
     @property
     def loss(self) -> float | None:
@@ -201,19 +203,21 @@ class Replies:
         over = self.parts[part].over
         (total,) = self._add_up(over, clients, self.spool / "weights").values()
         counts = {client: next(iter(self._read_tensors(over, client).values())).item() for client in sorted(clients)}
-        members = [client for client in counts if self._share(client, part)]
+        members = [client for client in counts if self._find_share(client, part)]
         if not members:
             return {name: torch.zeros_like(t) for name, t in self._read_tensors(part, self.clients[0]).items()}
         vectors = [self._read_tensors(part, client) for client in members]
         scales = torch.tensor([1 / counts[client] for client in members], dtype=torch.float64)
-        weights = torch.tensor([counts[client] * self._share(client, part) for client in members], dtype=torch.float64)
+        weights = torch.tensor(
+            [counts[client] * self._find_share(client, part) for client in members], dtype=torch.float64
+        )
         return {name: mean * total.item() for name, mean in rule(vectors, scales, weights).items()}
 
     def _yield_weighted(self, client: int, part: str, tensors: Tensors) -> Tensors:
-        weight = self._share(client, part)
+        weight = self._find_share(client, part)
         return tensors if weight == 1 else {name: tensor * weight for name, tensor in tensors.items()}
 
-    def _share(self, client: int, part: str) -> float:
+    def _find_share(self, client: int, part: str) -> float:
         """Return what a client's reply counts in the sum of a part."""
         weight = self.facts[client]["weight"]
         if weight != 1 and self.parts[part].kind in ("statistics", "loss"):

@@ -60,9 +60,9 @@ def learn(
     look: RoundObserver | None = None,
 ) -> Position:
     """Return the position after all rounds of a task, going on from the last checkpoint if there is one."""
-    rounds = method.run.rounds(task)
+    rounds = method.run.count_rounds(task)
     listener.on_task_start(task, rounds)
-    position = checkpoints.load_for_model(method.run.spec(task + 1))
+    position = checkpoints.load_for_model(method.run.make_spec(task + 1))
     if position is None:
         position = begin_task(method, server, memories, task, executor, checkpoints, ledger, listener, server_training)
     while position.round < rounds:
@@ -92,7 +92,7 @@ def begin_task(
     cohort = Cohort(
         executor,
         task,
-        method.participants(task),
+        method.list_participants(task),
         memories,
         ledger,
         checkpoints,
@@ -130,14 +130,14 @@ def run_round(
     usual = position.usual_length
     cohort = Cohort(executor, task, training, position.memories, ledger, checkpoints, position.late, usual_length=usual)
     if method.is_centralised and round == 0:
-        ledger.note_pooled_samples(task, method.pooled_bytes(task))
+        ledger.note_pooled_samples(task, method.count_pooled_bytes(task))
     replies = cohort.exchange(
         TRAIN,
         round,
         method.exchanges[TRAIN].payload(position.server),
         turnout,
         lambda count: listener.on_client_done(task, round, count, len(training)),
-        {client: method.own_payload(position.server, client) for client in turnout.downloaders},
+        {client: method.make_own_payload(position.server, client) for client in turnout.downloaders},
     )
     report_refusals(cohort.refused, task, listener)
     refuse_too_few(method, replies, turnout, cohort.lost, task, round)
@@ -149,15 +149,15 @@ def run_round(
     row: dict[str, Any] = {
         "task": task,
         "round": round,
-        "step": sum(method.run.rounds(earlier) for earlier in range(task)) + round,
-        **turnout.counts(),
+        "step": sum(method.run.count_rounds(earlier) for earlier in range(task)) + round,
+        **turnout.count_all(),
         "answers": len(replies.clients),
         "lost": len(cohort.lost),
         "refused": len(cohort.refused),
         "median": cohort.median,
         "farthest": cohort.farthest,
         "loss": replies.loss,
-        "server_lr": method.server_lr(task),
+        "server_lr": method.find_server_lr(task),
         "bytes_up": ledger.bytes_up - up,
         "bytes_down": ledger.bytes_down - down,
         "seconds": time.perf_counter() - started,
@@ -215,7 +215,7 @@ def refuse_silence(replies: Replies, refused: Sequence[Refusal], task: int, roun
 
 def refuse_emptiness(method: "Method", task: int, aside: Collection[int]) -> None:
     """Raise UserError where all clients of a task are set aside."""
-    able = method.participants(task)
+    able = method.list_participants(task)
     if all(client in aside for client in able):
         raise UserError(
             f"task {task}: all {len(able)} clients that have its data are set aside, for their replies were refused. "
@@ -237,11 +237,11 @@ def sample_clients(
     draw: how many samples for this round were called off; each is a new random choice.
     """
     task = server.task
-    available = tuple(client for client in method.participants(task) if client not in busy)
+    available = tuple(client for client in method.list_participants(task) if client not in busy)
     count = method.run.params.federation.clients_per_round or len(available)
     if count >= len(available):
         return available
-    random = method.run.generator("clients", task, round, *([draw] if draw else []))
+    random = method.run.make_generator("clients", task, round, *([draw] if draw else []))
     clients = tuple(sorted(method.choose_clients(server, round, available, count, random)))
     if not clients or len({*clients} & {*available}) < len(clients):
         raise ValueError(f"{method.name} must choose each client of a round once, of those available: {clients}")

@@ -89,11 +89,11 @@ def predict_seconds(method: "Method", choice: Choice) -> float:
     """Return the seconds of a run with this choice, predicted from a few batches of the first task."""
     run = method.run
     federation = run.params.federation
-    clients = method.participants(0)
-    sizes = sorted((len(method.rows(0, client)) for client in clients), reverse=True)
+    clients = method.list_participants(0)
+    sizes = sorted((len(method.select_rows(0, client)) for client in clients), reverse=True)
     sample = np.linspace(0, len(sizes) - 1, min(federation.clients_per_round or len(sizes), len(sizes)))
     batches = [-(-sizes[int(client)] // federation.batch_size) * federation.local_epochs for client in sample]
-    rounds = sum(run.rounds(task) for task in range(len(run.splits.tasks)))
+    rounds = sum(run.count_rounds(task) for task in range(len(run.splits.tasks)))
     a_batch = rounds * measure_seconds_a_batch(method, clients[0], choice.threads)
     if choice.executor == "serial":
         return sum(batches) * a_batch
@@ -113,11 +113,11 @@ def measure_seconds_a_batch(method: "Method", index: int, threads: int) -> float
     run = method.run
     federation = run.params.federation.model_copy(update={"local_epochs": 1})
     short = replace(run, params=run.params.model_copy(update={"federation": federation}))
-    rows = method.rows(0, index)
+    rows = method.select_rows(0, index)
     rows = rows.take(np.arange(min(len(rows), MEASURED_BATCHES * federation.batch_size)))
     training = method.exchanges[TRAIN]
-    server = method.start_task(method.setup(), 0)
-    payload = {**training.payload(server), **method.own_payload(server, index)}
+    server = method.start_task(method.create_server(), 0)
+    payload = {**training.payload(server), **method.make_own_payload(server, index)}
     payload = {name: part.to(run.device) for name, part in payload.items()}
     with set_torch_threads(threads):
         for _ in range(2):

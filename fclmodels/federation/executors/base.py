@@ -73,7 +73,7 @@ class Executor(Protocol):
 
 def sort_largest_first(method: "Method", task: int, clients: Sequence[int]) -> tuple[int, ...]:
     """Return clients by their number of rows, so that no worker begins a long training when the others are ready."""
-    return tuple(sorted(clients, key=lambda client: (-len(method.rows(task, client)), client)))
+    return tuple(sorted(clients, key=lambda client: (-len(method.select_rows(task, client)), client)))
 
 
 @contextlib.contextmanager

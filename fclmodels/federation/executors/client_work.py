@@ -101,7 +101,7 @@ def _answer(method: "Method", job: Job, index: int, memory_file: Path | None) ->
     if protocol := _find_protocol_answer(method, job.question):
         return protocol(job, index), memory_file
     memory = trees.load(memory_file, method.run.device) if memory_file else {}
-    client = Client(index, job.task, job.round, method.run, method.rows(job.task, index), memory)
+    client = Client(index, job.task, job.round, method.run, method.select_rows(job.task, index), memory)
     payload = job.join_payload(index)
     if job.question in EVALUATIONS:
         from fclmodels.federation.evaluation import evaluate_on_client

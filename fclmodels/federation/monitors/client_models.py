@@ -59,9 +59,9 @@ class ClientModels(Monitor):
 
     def look(self, before: "Position", after: "Position") -> None:
         method = self.method
-        if after.round < method.run.rounds(self.task) or not sends_update(method, self.task):
+        if after.round < method.run.count_rounds(self.task) or not sends_update(method, self.task):
             return
-        learned, everyone = range(self.task + 1), method.participants(self.task)
+        learned, everyone = range(self.task + 1), method.list_participants(self.task)
         shared = [method.run.splits.select_test_rows(task) for task in learned]
         local, everyones = [], []
         for client in everyone:
@@ -78,8 +78,8 @@ class ClientModels(Monitor):
         """Return the server with the model that a client's training makes of it."""
         method, server = self.method, before.server
         memory = trees.load(before.memories[index], method.run.device) if index in before.memories else {}
-        client = Client(index, self.task, before.round, method.run, method.rows(self.task, index), memory)
-        payload = {**method.exchanges[TRAIN].payload(server), **method.own_payload(server, index)}
+        client = Client(index, self.task, before.round, method.run, method.select_rows(self.task, index), memory)
+        payload = {**method.exchanges[TRAIN].payload(server), **method.make_own_payload(server, index)}
         parts = method.exchanges[TRAIN].answer(client, payload).tensors
         weight = parts["weight"]["weight"].item()
         changes = {**parts["update"], **parts.get("statistics", {})}
@@ -88,7 +88,7 @@ class ClientModels(Monitor):
 
     def _evaluate(self, server: Server, rows: Sequence[Rows]) -> float:
         """Return the mean accuracy over the tasks with test rows."""
-        predict, columns = self.method.predictor(server), self.method.columns(server)
+        predict, columns = self.method.make_predictor(server), self.method.list_columns(server)
         table = evaluation.read(self.method.run, predict, columns, rows, self.task + 1, alone=False).accuracy
         accuracies = read_accuracies(table.filter(pl.col("after") == self.task + 1), server)
         return sum(accuracies.values()) / len(accuracies)

@@ -73,7 +73,7 @@ class Drift(Monitor):
         if self.task == 0 or not is_due(self.method, self.task, round):
             return
         self.note("drift", measure_drift(self.method, after.server, self.start), round)
-        if weight := self.method.anchor_weight(after.server):
+        if weight := self.method.find_anchor_weight(after.server):
             G = measure_largest_gradient(self.method, before.server, self.task)
             self.note("largest_gradient", G, round)
             self.note("drift_bound", bound_movement(self.method, self.task, round) * G / weight, round)
@@ -82,7 +82,7 @@ class Drift(Monitor):
 def is_due(method: "Method", task: int, round: int) -> bool:
     """Return whether the settings ask for rows after this round."""
     count = round + 1
-    return count % method.run.params.monitors.every == 0 or count == method.run.rounds(task)
+    return count % method.run.params.monitors.every == 0 or count == method.run.count_rounds(task)
 
 
 def evaluate_so_far(method: "Method", server: Server) -> dict[int, float]:
@@ -107,4 +107,4 @@ def measure_drift(method: "Method", server: Server, anchor: Server) -> float:
 def bound_movement(method: "Method", task: int, round: int) -> float:
     """Return eta_g eta_l K of a round: how far plain SGD moves the model where no gradient is longer than 1."""
     lr = method.run.params.optimizer.compute_lr(round, round * method.run.params.federation.local_epochs)
-    return method.server_lr(task) * lr * method.local_steps(task)
+    return method.find_server_lr(task) * lr * method.count_local_steps(task)

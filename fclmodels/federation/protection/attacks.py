@@ -87,7 +87,7 @@ def draw_bad_clients(method: "Method", task: int = 0) -> list[int]:
     run, attack = method.run, method.run.params.federation.attack
     if attack.kind == "none" or (attack.tasks is not None and task >= attack.tasks):
         return []
-    order = torch.randperm(run.splits.clients, generator=run.generator("attack"))
+    order = torch.randperm(run.splits.clients, generator=run.make_generator("attack"))
     return sorted(order[: math.ceil(attack.share * run.splits.clients - 1e-9)].tolist())
 
 
@@ -139,7 +139,7 @@ def patch_images(images: Tensor) -> Tensor:
 def alter_reply(reply: Reply, client: Client) -> Reply:
     """Return the reply that a bad client sends instead."""
     attack = client.run.params.federation.attack
-    random = client.generator("attack")
+    random = client.make_generator("attack")
     parts = {
         name: replace(part, tensors=alter(part, attack.strength, random))
         if (alter := ALTERATIONS.get((attack.kind, part.kind)))

@@ -45,7 +45,7 @@ DISCLOSURES: dict[Kind, Disclosure] = {
 def list_declared_parts(method: "Method") -> Iterator[tuple[str, Part]]:
     """Yield each part, by name, that a method's clients send in the first or the last task, at its begin or its end."""
     for task in sorted({0, len(method.run.splits.tasks) - 1}):
-        for round in sorted({0, 1, method.run.rounds(task) - 1} & set(range(method.run.rounds(task)))):
+        for round in sorted({0, 1, method.run.count_rounds(task) - 1} & set(range(method.run.count_rounds(task)))):
             for exchange in method.exchanges.values():
                 yield from exchange.form(task, round).items()
 

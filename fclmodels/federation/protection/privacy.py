@@ -109,7 +109,7 @@ def add_noise(reply: Reply, method: "Method", client: Client, count: int) -> Rep
     privacy = client.run.params.federation.privacy
     public = (WEIGHT, *(OF_UPDATES if privacy.covers == "knowledge" else ()))
     bounds = {name: bound_of(name, part, method) for name, part in reply.parts.items() if name not in public}
-    random = client.generator("privacy")
+    random = client.make_generator("privacy")
     joins = torch.rand((), generator=random, dtype=torch.float64) < privacy.sample_rate
     unit = privacy.multiplier * math.sqrt(len(bounds) / (count if privacy.shared else 1))
     parts = dict(reply.parts)

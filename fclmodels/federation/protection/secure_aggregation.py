@@ -46,7 +46,7 @@ def refuse_unfit_method(method: "Method") -> None:
     if obstacle := find_obstacle_to_secure_sums(method):
         raise UserError(f"federation.secagg: {obstacle} Or set federation.secagg.on: false.")
     for task in method.run.splits.tasks:
-        if method.sample_size(task.index) < 2:
+        if method.count_sampled_clients(task.index) < 2:
             raise UserError(
                 f"federation.secagg: a round of {task.name} has one client, whose reply is no secret in a sum. "
                 "Sample at least 2, of data that more clients have."
@@ -166,7 +166,7 @@ class MaskStage:
     def change(self, reply: Reply, client: Client, job: "Job") -> Reply:
         """Return the masked reply, or none where it fails the client's own check, which a bad client would not run."""
         checks = self.federation.inspection.check and not self._is_bad(client)
-        most = self.method.largest_weight(job.task)
+        most = self.method.bound_client_weight(job.task)
         if checks and inspection.inspect_reply(reply, job.join_payload(client.index), most).defect:
             return Reply({}, base_round=reply.base_round, withheld=True)
         return mask_reply(reply, job, client.index, self.federation.secagg)
@@ -273,7 +273,7 @@ class Session:
         """The part that step 2 adds to the exchange's payload."""
         return {SHARERS: name_clients(self.sealed)}
 
-    def sums(self, replies: Replies) -> Replies:
+    def compute_sums(self, replies: Replies) -> Replies:
         """Return the unmasked sums of masked replies (step 3)."""
         if not replies.clients or not replies.parts:
             return replies
@@ -331,7 +331,7 @@ class Sums(Replies):
     def sum(self, part: str) -> Tensors:
         return self._totals[part]
 
-    def each(self, part: str) -> Iterator[tuple[int, Tensors]]:
+    def yield_each(self, part: str) -> Iterator[tuple[int, Tensors]]:
         raise UserError(f"secure aggregation: {part} is asked for of single clients, and the server has its sum only.")
 
     def sum_among(self, part: str, clients: Collection[int]) -> Tensors:

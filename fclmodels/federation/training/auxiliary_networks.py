@@ -53,13 +53,13 @@ class AuxiliaryNetworks:
         self._modules: dict[str, nn.Module] = {}
         self._initial: dict[str, State] = {}
 
-    def at(self, *places: str) -> list[Auxiliary]:
+    def list_at(self, *places: str) -> list[Auxiliary]:
         """Return those that live at these places."""
         return [auxiliary for auxiliary in self.auxiliaries if auxiliary.place in places]
 
     def create_initial(self) -> dict[str, State]:
         """Return the initial states of those that the server has, by the run's seed."""
-        return {a.name: self._draw(a) for a in self.at("averaged", "server")}
+        return {a.name: self._draw(a) for a in self.list_at("averaged", "server")}
 
     def load(self, auxiliary: Auxiliary, state: Mapping[str, Tensor]) -> nn.Module:
         """Return the network with this state; the next call changes it."""
@@ -68,22 +68,22 @@ class AuxiliaryNetworks:
         module.load_state_dict(state)
         return module
 
-    def payload(self, networks: Mapping[str, State]) -> Payload:
+    def make_payload(self, networks: Mapping[str, State]) -> Payload:
         """Return the parts that clients download."""
-        return {a.name: Part("generator", networks[a.name]) for a in self.at("averaged", "server")}
+        return {a.name: Part("generator", networks[a.name]) for a in self.list_at("averaged", "server")}
 
-    def form(self) -> Form:
+    def make_form(self) -> Form:
         """Return the outlines of clients' updates of those that are averaged."""
         return {
             a.update_part: Part("update", _make_outline(self._draw(a)), over="weight", of=a.name)
-            for a in self.at("averaged")
+            for a in self.list_at("averaged")
         }
 
     def start(self, client: Client, payload: Payload) -> dict[str, tuple[nn.Module, Auxiliary]]:
         """Return the networks that a client trains with, from what it was sent and what it remembers."""
-        states = {a.name: payload[a.name].tensors for a in self.at("averaged", "server") if a.name in payload}
+        states = {a.name: payload[a.name].tensors for a in self.list_at("averaged", "server") if a.name in payload}
         own = client.memory.get("networks", {})
-        for auxiliary in self.at("client"):
+        for auxiliary in self.list_at("client"):
             states[auxiliary.name] = own.get(auxiliary.name) or self._draw(auxiliary)
         modules = {a.name: (self.load(a, states[a.name]), a) for a in self.auxiliaries if a.name in states}
         for module, auxiliary in modules.values():
@@ -91,7 +91,7 @@ class AuxiliaryNetworks:
             module.train(is_trained).requires_grad_(is_trained)
         return modules
 
-    def updates(
+    def collect_updates(
         self, networks: Mapping[str, tuple[nn.Module, Auxiliary]], payload: Payload, weight: float
     ) -> dict[str, State]:
         """Return a client's weighted updates of those that are averaged, by part."""
@@ -104,7 +104,7 @@ class AuxiliaryNetworks:
                 parts[auxiliary.update_part] = moved
         return parts
 
-    def memory(self, networks: Mapping[str, tuple[nn.Module, Auxiliary]]) -> dict[str, dict[str, State]]:
+    def make_memory(self, networks: Mapping[str, tuple[nn.Module, Auxiliary]]) -> dict[str, dict[str, State]]:
         """Return what a client remembers of those that stay with it."""
         own = {name: copy_state(module) for name, (module, a) in networks.items() if a.place == "client"}
         return {"networks": own} if own else {}
@@ -112,7 +112,7 @@ class AuxiliaryNetworks:
     def average(self, networks: Mapping[str, State], sums: Mapping[str, State], share: float) -> dict[str, State]:
         """Return the server's networks after a round, from summed updates by part, times this share."""
         moved = dict(networks)
-        for auxiliary in self.at("averaged"):
+        for auxiliary in self.list_at("averaged"):
             changes, state = sums[auxiliary.update_part], networks[auxiliary.name]
             moved[auxiliary.name] = {**state, **{n: state[n].add(c, alpha=share) for n, c in changes.items()}}
         return moved

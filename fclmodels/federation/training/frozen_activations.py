@@ -47,7 +47,7 @@ class Activations:
         return self.rows[places].to(batch.inputs.device)
 
 
-def activations(client: Client, network: Network, trained: Collection[str]) -> Activations | None:
+def compute_activations(client: Client, network: Network, trained: Collection[str]) -> Activations | None:
     """Return the activations of the client's train rows; None where the first block trains, as in the first task."""
     run, blocks = client.run, count_frozen_blocks(network, trained)
     if not blocks:
@@ -108,7 +108,7 @@ def refuse_what_cannot_be_kept(method: "Method", network: Network) -> None:
     if run.home is None:
         raise UserError(f"{setting}this run has no folder to keep them in. Leave it out.")
     method.set_modes(network, 1)
-    first = network.backbone.blocks[: count_frozen_blocks(network, method.trainable(network, 1))]
+    first = network.backbone.blocks[: count_frozen_blocks(network, method.select_trainable(network, 1))]
     if later := [name for name in network.backbone.blocks if name in frozen.difference(first)]:
         changing = network.backbone.blocks[len(first)]
         why = "is trained" if changing not in frozen else "normalises by each batch, or drops units"

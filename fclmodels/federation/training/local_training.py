@@ -1,11 +1,11 @@
 """The one local training loop. A method bends it with hooks instead of copying it.
 
 - `start_training(training, payload)`: gives the training what it needs besides the network (`add`, `enclose`).
-- `loss(training, batch)`: the loss of a batch; FedAvg's is cross entropy.
-- `gradient(training)`: after the backward pass; may change the gradients in place.
+- `compute_loss(training, batch)`: the loss of a batch; FedAvg's is cross entropy.
+- `change_gradients(training)`: after the backward pass; may change the gradients in place.
 - `step(training, steps)`: gets the optimiser's proposed step {name: tensor}, with momentum, Adam and weight decay in
   it; returns the step to take. It costs a copy of the model, so it is None unless a method needs it.
-- `after(training)`: after each step; may change the parameters in place.
+- `finish_step(training)`: after each step; may change the parameters in place.
 - `finish_training(training)`: after the last step; may change the parameters in place.
 """
 
@@ -51,14 +51,14 @@ class LocalTraining:
         self.client = client
         self.network = network
         self.start = start
-        self.parameters = method.trainable(network, client.task)
+        self.parameters = method.select_trainable(network, client.task)
         use_bfloat16 = client.run.params.optimizer.precision == "bfloat16"
         self.precision = partial(torch.autocast, client.run.device.type, torch.bfloat16, enabled=use_bfloat16)
         self.frozen_activations = None
         if client.run.params.model.keep_frozen:
-            from fclmodels.federation.training.frozen_activations import activations
+            from fclmodels.federation.training.frozen_activations import compute_activations
 
-            self.frozen_activations = activations(client, network, self.parameters)
+            self.frozen_activations = compute_activations(client, network, self.parameters)
         self.networks: dict[str, tuple[nn.Module, Auxiliary]] = {}  # beside the model, by name
         self._optimisers: list[Optimiser] = []
         self._epochs = 0  # of this round that are over
@@ -70,7 +70,7 @@ class LocalTraining:
         """Hold an object of a method for its hooks, which get it back by its class."""
         self._parts[type(part)] = part
 
-    def part(self, kind: type[T]) -> T | None:
+    def find_part(self, kind: type[T]) -> T | None:
         """Return the object of this class that was added; None in a training that has none (a monitor's, say)."""
         part = self._parts.get(kind)
         assert part is None or isinstance(part, kind)
@@ -91,7 +91,7 @@ class LocalTraining:
         with ExitStack() as contexts, seed_torch(client.run.seed, *key, device=client.run.device):
             for context in self._contexts:
                 contexts.enter_context(context)
-            for done, epoch in enumerate(self.method.epochs(self)):
+            for done, epoch in enumerate(self.method.yield_epochs(self)):
                 self._begin_epoch(done)
                 for batch in epoch:
                     total += self.take_step(batch, optimisers) * len(batch.labels)
@@ -104,9 +104,9 @@ class LocalTraining:
         for optimiser in optimisers:
             optimiser.zero_grad()
         with self.precision():
-            loss = self.method.loss(self, batch)
+            loss = self.method.compute_loss(self, batch)
         loss.backward()
-        self.method.gradient(self)
+        self.method.change_gradients(self)
         if (clip := self.client.run.params.optimizer.clip) is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), clip)
         if self.method.step is None:
@@ -117,7 +117,7 @@ class LocalTraining:
             for optimiser in optimisers:
                 optimiser.step()
             self.move_from(before, self.method.step(self, self.measure_movement(before)))
-        self.method.after(self)
+        self.method.finish_step(self)
         return loss.detach()
 
     def collect_optimiser_memory(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class LocalTraining:
 
     def make_optimisers(self) -> list[Optimiser]:
         """Return the optimisers of this round: of the method's groups, of all other parameters, of networks beside."""
-        settings, groups = self.client.run.params.optimizer, self.method.optimisers(self)
+        settings, groups = self.client.run.params.optimizer, self.method.group_parameters(self)
         grouped = {name for group in groups for name in group.names}
         others = [parameter for name, parameter in self.parameters.items() if name not in grouped]
         members = [(settings, others)] if others else []
@@ -166,7 +166,7 @@ class LocalTraining:
             for group in optimiser.param_groups:
                 group["lr"] = settings.compute_lr(*self.progress)
 
-    def features(self, batch: Batch) -> Tensor:
+    def compute_features(self, batch: Batch) -> Tensor:
         """Return the features [B, F] of a batch, from the cached activations of frozen blocks where there are some.
 
         Samples that a client replays are not in that cache and pass the whole network.

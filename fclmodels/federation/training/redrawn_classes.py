@@ -31,7 +31,7 @@ class RedrawStage:
         everyone = self.splits.select_rows(client.task, "train")
         images = everyone.take(np.unique(everyone.samples, return_index=True)[1])
         classes, own = np.unique(images.labels), len(np.unique(client.rows.labels))
-        drawn = classes[torch.randperm(len(classes), generator=client.generator("classes"))[:own].numpy()]
+        drawn = classes[torch.randperm(len(classes), generator=client.make_generator("classes"))[:own].numpy()]
         return replace(client, rows=images.assign_to(client.index, drawn.tolist()))
 
     def change(self, reply: Reply, client: Client, job: "Job") -> Reply:

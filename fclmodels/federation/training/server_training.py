@@ -37,7 +37,7 @@ class ServerWork(ABC):
         """Take a step; return its loss."""
 
     @abstractmethod
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         """Return all that the next step depends on: weights, the optimiser's state."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class NetworkTraining(ServerWork):
             optimiser.step()
         return float(loss.detach())
 
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         networks = {name: dict(network.state_dict()) for name, network in self.networks.items()}
         return {"networks": networks, "optimisers": [read_optimiser_state(optimiser) for optimiser in self.optimisers]}
 
@@ -124,7 +124,7 @@ class ServerTraining:
                         "seconds": before["seconds"] + time.perf_counter() - started,
                         "peak_bytes": max(before["peak_bytes"], read_peak_memory(self.device)),
                     }
-                    trees.save({"state": work.state(), "costs": costs}, file)
+                    trees.save({"state": work.collect_state(), "costs": costs}, file)
                     saved_at = time.perf_counter()
         self.note({"work": work.name, **costs, "device": self.device.type, "threads": self.threads})
 

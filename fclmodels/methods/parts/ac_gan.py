@@ -25,7 +25,7 @@ from fclmodels.backbones.layers.norms import BatchNorm, leave_statistics
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.training.optimisers import Optimiser
 from fclmodels.methods.parts.class_table import ClassTable
-from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, log_softmax_in_heads
+from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads, log_softmax_in_heads
 from fclmodels.methods.parts.label_sets import draw_uniformly
 
 Normalise = Callable[[Tensor], Tensor]
@@ -86,21 +86,21 @@ class AcGan:
         drawn, of = self.draw(columns, len(features))
         with leave_statistics(self.network):
             false = self.network.backbone(drawn.detach())
-        nll_false = cross_entropy_in_heads(self.network, false, of).mean()
+        nll_false = compute_cross_entropy_in_heads(self.network, false, of).mean()
         return add_critic_losses(self.judge(features), nll, self.judge(false), nll_false)
 
     def measure_samples(self, inputs: Tensor, of: Tensor, columns: Tensor) -> Tensor:
         """Return L_D of synthetic samples, which move no running statistics; draws are of these columns."""
         with leave_statistics(self.network):
             features = self.network.backbone(inputs)
-        return self.measure_critic(features, cross_entropy_in_heads(self.network, features, of).mean(), columns)
+        return self.measure_critic(features, compute_cross_entropy_in_heads(self.network, features, of).mean(), columns)
 
     def measure_generator(self, columns: Tensor, count: int) -> Tensor:
         """Return L_G of as many draws of these columns."""
         drawn, of = self.draw(columns, count)
         with leave_statistics(self.network):
             features = self.network.backbone(drawn)
-        nll = cross_entropy_in_heads(self.network, features, of).mean()
+        nll = compute_cross_entropy_in_heads(self.network, features, of).mean()
         return binary_cross_entropy_with_logits(self.judge(features), torch.ones_like(features[:, :1])) + nll
 
     def measure_consistency(self, server: nn.Module, features: Tensor, of: Tensor, columns: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class AcGan:
             g, others, f = (self.network.backbone(inputs) for inputs in (like, theirs, own))
         p_g, p_x = (log_softmax_in_heads(self.network, h, of) for h in (g, features))
         p_others, p_f = (log_softmax_in_heads(self.network, h, wished) for h in (others, f))
-        nll = cross_entropy_in_heads(self.network, others, wished).mean()
+        nll = compute_cross_entropy_in_heads(self.network, others, wished).mean()
         return diverge(p_g, p_x) + diverge(p_others, p_f) + nll
 
     def draw(self, columns: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ class ClosedFormHead:
         self.networks = networks
         self.load = load
         self.compute_features = compute_features
-        self.exchange = Exchange("products", payload, self.answer, self.form)
+        self.exchange = Exchange("products", payload, self.answer, self.make_form)
 
     @property
     def clip(self) -> float | None:
@@ -99,7 +99,7 @@ class ClosedFormHead:
     def draw_projection(self, features: int) -> Tensor | None:
         """Return P [F, M], standard normal; None where phi is the features themselves."""
         M = self.count_random_features(features)
-        return torch.randn(features, M, generator=self.run.generator("random-features")) if M else None
+        return torch.randn(features, M, generator=self.run.make_generator("random-features")) if M else None
 
     # On the server.
 
@@ -134,9 +134,9 @@ class ClosedFormHead:
 
     def measure_noise(self, replies: Replies, part: str) -> float:
         """Return the deviation of the noise in each number of the gram that was read."""
-        return 0.0 if self.clip is None else self.clip**2 * replies.noise(part)
+        return 0.0 if self.clip is None else self.clip**2 * replies.compute_noise(part)
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the head; None while a task is learned whose classes it does not have."""
         head = server.knowledge.get("head")
         if head is None or len(head["bias"]) != sum(map(len, server.spec.head_labels)):
@@ -148,9 +148,9 @@ class ClosedFormHead:
     def list_parts(self) -> tuple[str, ...]:
         return (FIT, VAL) if self.settings.ridge == "auto" else (FIT,)
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sums; noise finds no sample's share longer than the bound."""
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         features = self.networks.of(spec).backbone.features
         M, columns = self.count_random_features(features) or features, sum(map(len, spec.head_labels))
         shapes = {"gram": (M, M), "cross": (M, columns)}
@@ -164,7 +164,7 @@ class ClosedFormHead:
         """Return the sums of a client's samples, of those set apart by themselves."""
         network = self.load(client, payload).eval()
         projection = self.draw_projection(network.backbone.features)
-        outlines = self.form(client.task, client.round)
+        outlines = self.make_form(client.task, client.round)
         return Answer(
             {
                 name: self.sum_rows(client, rows, network, projection, outlines[name].tensors)
@@ -177,7 +177,7 @@ class ClosedFormHead:
         """Return a client's rows by part: all, or those that the head is fitted to and those set apart."""
         if self.settings.ridge != "auto":
             return {FIT: client.rows}
-        draws = torch.randint(VAL_SHARE, (len(self.run.splits.images),), generator=self.run.generator("held-out"))
+        draws = torch.randint(VAL_SHARE, (len(self.run.splits.images),), generator=self.run.make_generator("held-out"))
         is_held_out = draws.numpy()[client.rows.samples] == 0
         return {
             FIT: client.rows.take(np.flatnonzero(~is_held_out)),

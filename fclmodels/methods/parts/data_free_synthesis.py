@@ -45,7 +45,7 @@ from fclmodels.federation.training.optimisers import (
     restore_optimiser,
 )
 from fclmodels.federation.training.server_training import ServerWork
-from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, join_heads
+from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads, join_heads
 from fclmodels.numerics.data_free import (
     Statistics,
     measure_statistics_gap,
@@ -190,7 +190,7 @@ class Synthesis(ServerWork):
         self.columns[self.count : end] = columns[: end - self.count]
         self.count = end
 
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         return {
             "student": dict(self.learners.state_dict()),
             "student_optimiser": read_optimiser_state(self.student_optimiser),
@@ -220,7 +220,7 @@ class Synthesis(ServerWork):
         with capture_statistics(self.teacher) as captured:
             features = self.teacher.backbone(inputs)
         self.latest = captured.batch
-        loss = of.class_weight * cross_entropy_in_heads(self.teacher, features, columns).mean()
+        loss = of.class_weight * compute_cross_entropy_in_heads(self.teacher, features, columns).mean()
         if captured.batch:
             gap = measure_statistics_gap(captured.batch, captured.running, self.past, MEMORY)
             loss = loss + of.statistics_weight * gap

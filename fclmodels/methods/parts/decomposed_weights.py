@@ -56,11 +56,11 @@ class DecomposedNetwork(TrainedNetwork):
     def is_personal(self) -> bool:
         return True
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         return set(network.state_dict()) - set(list_decomposed(network))
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
-        return self.personal_names(build_skeleton(spec))
+        return self.list_personal_names(build_skeleton(spec))
 
 
 class Decomposition:

@@ -45,7 +45,7 @@ class Teacher:
         self.loss_weight = loss_weight
 
     @torch.no_grad()
-    def logits(self, inputs: Tensor) -> list[Tensor]:
+    def compute_logits(self, inputs: Tensor) -> list[Tensor]:
         """Return the logits [B, classes] of each of its heads."""
         return self.answer(self.backbone(inputs))
 
@@ -82,8 +82,8 @@ class Distilled(FedAvg):
     def start_task(self, server: Server, task: int) -> Server:
         return anchor_to(super().start_task(server, task), server)
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **(anchor_payload(server) if self.downloads_last_model else {})}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), **(anchor_payload(server) if self.downloads_last_model else {})}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         lessons = [lesson for lesson in self.list_lessons(training.client, payload) if lesson.weight]
@@ -94,13 +94,13 @@ class Distilled(FedAvg):
         ]
         training.add(Teachers(teachers))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network
         features = network.backbone(batch.inputs)
         task = training.client.task
-        loss = self.weigh_labels(task) * self.cross_entropy(network, features, batch.labels, task)
-        for teacher in training.part(Teachers) or ():
-            answers = teacher.logits(batch.inputs)
+        loss = self.weigh_labels(task) * self.compute_cross_entropy(network, features, batch.labels, task)
+        for teacher in training.find_part(Teachers) or ():
+            answers = teacher.compute_logits(batch.inputs)
             loss = loss + teacher.loss_weight * distill_heads(network, features, answers, self.settings.temperature)
         return loss
 

@@ -26,10 +26,10 @@ GROUPS = 5  # of a client's rows, as in STSA's release
 class EstimatedProducts(ClosedFormHead):
     """The head in closed form whose sums of products are estimated."""
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of counts [groups x columns] and sums [groups x columns, M] of a client's groups."""
         parts = {}
-        for name, exact in super().form(task, round).items():
+        for name, exact in super().make_form(task, round).items():
             M, columns = exact.tensors["cross"].shape
             shapes = {"weight": (GROUPS * columns,), "sum": (GROUPS * columns, M)}
             parts[name] = make_outline("class-statistics", shapes, torch.float64, least="each")
@@ -41,7 +41,7 @@ class EstimatedProducts(ClosedFormHead):
         """Return counts and sums of classes in random groups of some rows."""
         total = {name: torch.zeros(outline.shape, dtype=outline.dtype) for name, outline in like.items()}
         columns = len(total["weight"]) // GROUPS
-        group = torch.randint(GROUPS, (len(rows),), generator=client.generator("groups"))
+        group = torch.randint(GROUPS, (len(rows),), generator=client.make_generator("groups"))
         done = 0
         for phi, of_column in self.iterate_features(rows, network, client.task, projection):
             places = group[done : done + len(phi)] * columns + of_column.cpu()
@@ -53,7 +53,7 @@ class EstimatedProducts(ClosedFormHead):
     def read_products(self, replies: Replies, part: str) -> dict[str, Tensor]:
         """Return the estimated gram [M, M] and cross [M, columns] of all clients' groups."""
         counts, groups, sums = [], [], []
-        for _, of_client in replies.each(part):
+        for _, of_client in replies.yield_each(part):
             weight = of_client["weight"].view(GROUPS, -1)
             counts.append(weight.sum(0))
             groups.append((weight > 0).double().sum(0))
@@ -61,7 +61,7 @@ class EstimatedProducts(ClosedFormHead):
         N, K, S = (torch.stack(of_clients).sum(0) for of_clients in (counts, groups, sums))
         a, b = weigh_groups(N, K)
         gram = (S * b[:, None]).T @ S
-        for _, of_client in replies.each(part):
+        for _, of_client in replies.yield_each(part):
             share = a.repeat(GROUPS) / of_client["weight"].clamp(min=1)
             gram += (of_client["sum"] * share[:, None]).T @ of_client["sum"]
         return {"gram": project_positive(gram), "cross": S.T.contiguous()}

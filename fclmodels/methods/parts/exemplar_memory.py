@@ -72,7 +72,7 @@ class ExemplarMemory:
             if self.settings.selection == "herding" and scores is None
             else None
         )
-        random = client.generator("exemplars")
+        random = client.make_generator("exemplars")
         for share, label in zip(shares[len(classes) :], labels, strict=True):
             places = find_class(arriving, client.task, label)
             if scores is not None:
@@ -119,9 +119,9 @@ def iterate_joined_epochs(client: Client, stored: Batch | None) -> Iterator[Iter
     Without stored samples they are the client's own, to the bit.
     """
     if stored is None:
-        yield from client.epochs()
+        yield from client.yield_epochs()
         return
-    random = client.generator("batches")
+    random = client.make_generator("batches")
     for _ in range(client.run.params.federation.local_epochs):
         yield _join_epoch(client, stored, random)
 
@@ -138,7 +138,7 @@ def _join_epoch(client: Client, stored: Batch, random: torch.Generator) -> Itera
 
 def iterate_stored_epochs(client: Client, samples: Batch, epochs: int) -> Iterator[Iterator[Batch]]:
     """Yield epochs over stored raw samples alone, each in an order of its own."""
-    random, batches = client.generator("tuning"), client.run.batches
+    random, batches = client.make_generator("tuning"), client.run.batches
     augmenting = batches.make_device_generator(random)
     for _ in range(epochs):
         order = torch.randperm(len(samples.labels), generator=random)

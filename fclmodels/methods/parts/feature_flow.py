@@ -59,16 +59,16 @@ class Coupling(nn.Module):
         """Return the coupled numbers [B, d], and the logarithm [B] of the determinant."""
         x = x[:, self.order]
         passed, moved = x[:, : self.passing], x[:, self.passing :]
-        shift, scale = self.condition(passed, classes)
+        shift, scale = self.compute_shift_and_scale(passed, classes)
         return torch.cat([passed, moved * scale + shift], 1), scale.log().sum(1)
 
     def invert(self, x: Tensor, classes: Tensor) -> Tensor:
         """Return what the coupling makes x of."""
         passed, moved = x[:, : self.passing], x[:, self.passing :]
-        shift, scale = self.condition(passed, classes)
+        shift, scale = self.compute_shift_and_scale(passed, classes)
         return torch.cat([passed, (moved - shift) / scale], 1)[:, self.order.argsort()]
 
-    def condition(self, passed: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_shift_and_scale(self, passed: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         """Return shift and scale of the second half."""
         hidden = self.enter(passed) + self.of_class(classes)
         for block in self.blocks:

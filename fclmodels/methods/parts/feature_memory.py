@@ -32,7 +32,7 @@ def remember_features(
     load: makes a network of weights. Where the payload has those that the task began with, earlier tasks' features
     move too.
     """
-    rows = client.rows.draw_some(STORED, client.generator("features"))
+    rows = client.rows.draw_some(STORED, client.make_generator("features"))
     batches = list(client.run.batches.iterate_ordered(rows, BATCH))
     features = compute_features(load(payload["weights"].tensors), batches)
     stored, energies = dict(client.memory.get("features", {})), {}

@@ -12,7 +12,7 @@ from fclmodels.backbones.model.network import Network
 from fclmodels.federation.training.optimisers import Optimiser, make_optimiser
 from fclmodels.methods.parts.distillation import distill_heads
 from fclmodels.methods.parts.feature_flow import FeatureFlow, weigh_by_density
-from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads
+from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads
 from fclmodels.methods.parts.label_sets import draw_uniformly
 from fclmodels.settings.base import Settings as BaseSettings
 from fclmodels.settings.schema import OptimizerSettings
@@ -97,7 +97,7 @@ class FeatureReplay:
             compared, least = (latents, 2) if settings.credibility == "latents" else (drawn, 1)
             weights = weigh_by_density(compared, wished, present, columns, density, least)
         hidden = self.layer(drawn)
-        loss = weigh_replay(cross_entropy_in_heads(network, hidden, wished), weights, density, settings.theta)
+        loss = weigh_replay(compute_cross_entropy_in_heads(network, hidden, wished), weights, density, settings.theta)
         if self.last is not None and settings.outputs:
             loss = loss + settings.outputs * distil_outputs(network, hidden, self.last, drawn)
         self.of_layer.param_groups[0]["lr"] = lr

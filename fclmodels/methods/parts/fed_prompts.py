@@ -35,24 +35,24 @@ class FedPrompts(FedAvg):
     def obstacle_to_noise(self) -> Obstacle | None:
         return self.prompts.obstacle_to_noise
 
-    def advice(self) -> list[str]:
-        return self.prompts.advice()
+    def list_advice(self) -> list[str]:
+        return self.prompts.list_advice()
 
-    def client_weight(self, training: LocalTraining) -> float:
-        return self.prompts.weight(training.client)
+    def compute_client_weight(self, training: LocalTraining) -> float:
+        return self.prompts.weigh(training.client)
 
-    def largest_weight(self, task: int) -> float:
-        return super().largest_weight(task) * self.prompts.most_rounds(task)
+    def bound_client_weight(self, task: int) -> float:
+        return super().bound_client_weight(task) * self.prompts.bound_rounds(task)
 
     def remember(self, training: LocalTraining) -> Memory:
-        return {**super().remember(training), **self.prompts.memory(training.client)}
+        return {**super().remember(training), **self.prompts.make_memory(training.client)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         self.prompts.start(training, payload)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return self.prompts.loss(training, batch, self.head_loss)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.prompts.compute_loss(training, batch, self.compute_head_loss)
 
-    def head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
+    def compute_head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of a batch's features [B, F] and labels [B]."""
-        return self.cross_entropy(training.network, features, labels, training.client.task)
+        return self.compute_cross_entropy(training.network, features, labels, training.client.task)

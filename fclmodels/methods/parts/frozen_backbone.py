@@ -67,7 +67,7 @@ class FrozenBackbone(TrainedNetwork):
         self.attaches = attaches
         self.head = head
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         weights, lines = self.run.params.model.weights, []
         if weights is None:
             lines.append("model.weights is not set: the frozen backbone is as it was drawn. fcl pretrain makes one")
@@ -88,7 +88,7 @@ class FrozenBackbone(TrainedNetwork):
         cached = (c if c is None else c[batch.samples].to(batch.inputs.device) for c in (self.queries, self.below))
         return get_backbone(network).extract(batch.inputs, task, *cached)
 
-    def moments_form(self, network: Network, task: int, bound: float | None = None) -> Part:
+    def make_moments_form(self, network: Network, task: int, bound: float | None = None) -> Part:
         """Return the outline of the moments of a task's classes."""
         rows = len(network.spec.tasks[task]), network.backbone.features
         return make_outline("prototype", {"weight": rows[:1], "sum": rows, "square": rows}, torch.float64, bound=bound)
@@ -99,17 +99,17 @@ class FrozenBackbone(TrainedNetwork):
     def is_personal(self) -> bool:
         return self.head == "own"
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         return set() if self.head == "shared" else {name for name, _ in network.heads.named_parameters("heads")}
 
     def list_unsent_names(self, network: Network, task: int, round: int) -> set[str]:
-        is_averaged = self.head == "task-end" and round == self.run.rounds(task) - 1
-        return set() if is_averaged else self.personal_names(network)
+        is_averaged = self.head == "task-end" and round == self.run.count_rounds(task) - 1
+        return set() if is_averaged else self.list_personal_names(network)
 
     @cached_property
     def attached(self) -> Adapted:
         """The backbone, read or initialised once, with the first prompts."""
-        return get_backbone(build_network(self.run.spec(1), self.run.generator("init"))).to(self.run.device)
+        return get_backbone(build_network(self.run.make_spec(1), self.run.make_generator("init"))).to(self.run.device)
 
     @property
     def frozen(self) -> FeatureNet:
@@ -119,21 +119,21 @@ class FrozenBackbone(TrainedNetwork):
         assert isinstance(network, Network)
         get_backbone(network).frozen = self.frozen
 
-    def initial_weights(self, spec: ModelSpec) -> Weights:
-        weights = {name: t for name, t in super().initial_weights(spec).items() if not name.startswith(FROZEN)}
+    def make_initial_weights(self, spec: ModelSpec) -> Weights:
+        weights = {name: t for name, t in super().make_initial_weights(spec).items() if not name.startswith(FROZEN)}
         _ = self.queries, self.below  # here, so that workers find them
         return weights
 
     def grow(self, weights: Weights, before: ModelSpec, after: ModelSpec) -> Weights:
         tasks = len(before.tasks), len(after.tasks)
-        random = self.run.generator("prompts", tasks[1] - 1)
+        random = self.run.make_generator("prompts", tasks[1] - 1)
         return grow_prompts(super().grow(weights, before, after), self.adapter, *tasks, random)
 
-    def all_weights(self, weights: Weights) -> Weights:
+    def list_all_weights(self, weights: Weights) -> Weights:
         frozen = {FROZEN + name: tensor.cpu() for name, tensor in self.frozen.state_dict().items()}
         return {**weights, **frozen}
 
-    def trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
         own_head = f"heads.{task}." if network.spec.head == "per-task" else "heads."
         return {n: p for n, p in network.named_parameters() if n.startswith(("backbone.prompts.", own_head))}
 

@@ -62,13 +62,13 @@ class GradientAlignment:
 
     def combine(self, replies: Replies) -> dict[str, Tensor]:
         """Return GA of the clients' updates, in the units of their sum; a late one counts less."""
-        updates = [tensors for _, tensors in replies.each("update")]
+        updates = [tensors for _, tensors in replies.yield_each("update")]
         ages = torch.tensor([replies.facts[client]["weight"] for client in sorted(replies.clients)])
-        return align(updates, self.group_names(updates[0]), lambda G: len(updates) * ages.double() * self.weigh(G))
+        return align(updates, self.list_groups(updates[0]), lambda G: len(updates) * ages.double() * self.weigh(G))
 
     def align(self, vectors: Sequence[Named]) -> dict[str, Tensor]:
         """Return GA of vectors of the same names."""
-        return align(vectors, self.group_names(list(vectors[0])), self.weigh)
+        return align(vectors, self.list_groups(list(vectors[0])), self.weigh)
 
     def weigh(self, G: Tensor) -> Tensor:
         """Return the weights [n] of n vectors in GA, from their Gram matrix [n, n]."""
@@ -76,7 +76,7 @@ class GradientAlignment:
         G = factors[:, None] * G * factors
         return factors * alignment(G, self._minimise(G), self.settings.kappa, self.settings.rescale)
 
-    def group_names(self, names: Iterable[str]) -> list[list[str]]:
+    def list_groups(self, names: Iterable[str]) -> list[list[str]]:
         """Return the names of weights that are aligned together: all, or each layer's."""
         if not self.settings.layerwise:
             return [list(names)]

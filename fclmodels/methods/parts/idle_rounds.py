@@ -7,7 +7,7 @@ from fclmodels.federation.exchange import Answer, Form
 from fclmodels.federation.messages import Payload, make_outline
 
 
-def idle_form() -> Form:
+def make_idle_form() -> Form:
     """Return the outline of the number 1."""
     return {"weight": make_outline("count", {"weight": ()}, torch.float64)}
 

@@ -44,7 +44,7 @@ class InjectedPrompts(FedAvg):
         if settings.refit:
             self.declare(self.refitted.exchange)
         for name in ("earlier", "refit"):
-            if getattr(settings, name) and run.spec(1).head == "per-task":
+            if getattr(settings, name) and run.make_spec(1).head == "per-task":
                 raise UserError(
                     f"methods.{self.name}.{name} does nothing under model.head: per-task, where a task trains its own "
                     "head alone. Leave it out, or use model.head: growing."
@@ -60,45 +60,45 @@ class InjectedPrompts(FedAvg):
             return Obstacle("weighs prototypes by omega, and noise covers means over samples", "Set pooled: counts")
         return self.prompts.obstacle_to_noise
 
-    def advice(self) -> list[str]:
-        return self.prompts.advice()
+    def list_advice(self) -> list[str]:
+        return self.prompts.list_advice()
 
     # Prototypes: gathered on the server, downloaded by clients, sampled in each batch.
 
     def start_task(self, server: Server, task: int) -> Server:
         return self.injection.start_task(super().start_task(server, task))
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **self.injection.payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), **self.injection.make_payload(server)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         self.prompts.start(training, payload)
         self.injection.start(training, payload)
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        for number, epoch in enumerate(super().epochs(training)):
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        for number, epoch in enumerate(super().yield_epochs(training)):
             if number == 1:
                 self.injection.add_own(training)
             yield epoch
 
-    def head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
+    def compute_head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of a batch's features [B, F] and labels [B], with vectors of prototypes."""
         network, task = training.network, training.client.task
-        injected = training.part(InjectedPrototypes)
+        injected = training.find_part(InjectedPrototypes)
         if injected is None or not len(injected.labels):  # a monitor's training has none
-            return self.cross_entropy(network, features, labels, task)
+            return self.compute_cross_entropy(network, features, labels, task)
         vectors, new_labels, tasks = injected.draw(len(labels))
         tasks = torch.cat([torch.full_like(labels, task), tasks])
         features, labels = torch.cat([features, vectors]), torch.cat([labels, new_labels])
-        return self.cross_entropy_by_task(network, features, labels, tasks)
+        return self.compute_cross_entropy_by_task(network, features, labels, tasks)
 
-    def update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.spec(task + 1))
-        moments = self.injection.backbone.moments_form(network, task, self.injection.bound)
-        return {**super().update_form(task, round), "moments": moments}
+    def make_update_form(self, task: int, round: int) -> Form:
+        network = self.networks.of(self.run.make_spec(task + 1))
+        moments = self.injection.backbone.make_moments_form(network, task, self.injection.bound)
+        return {**super().make_update_form(task, round), "moments": moments}
 
-    def further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, dict[str, Tensor]]:
-        return {"moments": self.injection.moments(training, self.client_weight(training))}
+    def make_further_parts(self, training: LocalTraining, payload: Payload) -> dict[str, dict[str, Tensor]]:
+        return {"moments": self.injection.compute_moments(training, self.compute_client_weight(training))}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         return self.injection.gather(super().aggregate(server, replies), replies)
@@ -109,19 +109,19 @@ class InjectedPrompts(FedAvg):
             return server
         return self.refitted.refit(server, cohort.ask(self.refitted.exchange, server))
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
-        return self.refitted.fitted_head(server)
+    def find_head(self, server: Server) -> FittedHead | None:
+        return self.refitted.find_head(server)
 
     # Prompts.
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return self.prompts.loss(training, batch, self.head_loss)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.prompts.compute_loss(training, batch, self.compute_head_loss)
 
-    def client_weight(self, training: LocalTraining) -> float:
-        return self.prompts.weight(training.client)
+    def compute_client_weight(self, training: LocalTraining) -> float:
+        return self.prompts.weigh(training.client)
 
-    def largest_weight(self, task: int) -> float:
-        return super().largest_weight(task) * self.prompts.most_rounds(task)
+    def bound_client_weight(self, task: int) -> float:
+        return super().bound_client_weight(task) * self.prompts.bound_rounds(task)
 
     def remember(self, training: LocalTraining) -> Memory:
-        return {**super().remember(training), **self.prompts.memory(training.client)}
+        return {**super().remember(training), **self.prompts.make_memory(training.client)}

@@ -46,7 +46,7 @@ def log_softmax_in_heads(network: Network, features: Tensor, columns: Tensor) ->
     return join_heads(network, features).masked_fill(others, -torch.inf).log_softmax(1).masked_fill(others, 0.0)
 
 
-def cross_entropy_in_heads(network: Network, features: Tensor, columns: Tensor) -> Tensor:
+def compute_cross_entropy_in_heads(network: Network, features: Tensor, columns: Tensor) -> Tensor:
     """Return the cross entropy [n] of each row with its column, among the columns of the same head."""
     return nll_loss(log_softmax_in_heads(network, features, columns), columns, reduction="none")
 

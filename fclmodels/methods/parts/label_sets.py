@@ -25,7 +25,7 @@ class LabelSets:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.exchange = Exchange("labels", lambda: {}, self.count_labels, self.form)
+        self.exchange = Exchange("labels", lambda: {}, self.count_labels, self.make_form)
 
     # On the server.
 
@@ -44,7 +44,7 @@ class LabelSets:
         columns = {"past": past, "now": torch.cat([past, of_task]).unique()}
         return replace(server, knowledge={**server.knowledge, "columns": columns})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return the part with both sets, which clients download once a task."""
         if server.task < 0:
             return {}
@@ -52,14 +52,14 @@ class LabelSets:
 
     # On a client.
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outline of a number for each class of a task."""
-        classes = len(self.run.spec(task + 1).tasks[task])
+        classes = len(self.run.make_spec(task + 1).tasks[task])
         return {"labels": make_outline("count", {"count": (classes,)}, torch.float64)}
 
     def count_labels(self, client: Client, payload: Payload) -> Answer:
         """Return 1 for each class of the task of which the client has samples, else 0."""
-        classes = self.run.spec(client.task + 1).tasks[client.task]
+        classes = self.run.make_spec(client.task + 1).tasks[client.task]
         present = torch.tensor([bool((client.rows.labels == label).any()) for label in classes], dtype=torch.float64)
         return Answer({"labels": {"count": present}}, client.memory)
 

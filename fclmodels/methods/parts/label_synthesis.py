@@ -99,9 +99,9 @@ class LabelSynthesis(Synthesis):
         distance = mse_loss(self.student_map(features), self.teacher_map(right))
         return super().compare(features, right) + self.settings.ltc * distance
 
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         pixels = [tensor.detach() for tensor in self.pixels]
-        return {**super().state(), "generator": dict(self.generator.state_dict()), "pixels": pixels}
+        return {**super().collect_state(), "generator": dict(self.generator.state_dict()), "pixels": pixels}
 
     def restore(self, state: Tree) -> None:
         super().restore(state)

@@ -58,7 +58,7 @@ class LocalProjection:
         if self.projects_whole_steps:
             method.step = project_optimiser_step
         else:
-            method.gradient = project_gradients  # type: ignore[method-assign]
+            method.change_gradients = project_gradients  # type: ignore[method-assign]
 
     @property
     def decays_all(self) -> bool:
@@ -67,7 +67,7 @@ class LocalProjection:
     def freezes_vectors(self, task: int) -> bool:
         return task > 0 and self.settings.vectors == "frozen"
 
-    def trainable(self, parameters: dict[str, nn.Parameter], task: int) -> dict[str, nn.Parameter]:
+    def select_trainable(self, parameters: dict[str, nn.Parameter], task: int) -> dict[str, nn.Parameter]:
         """Return these parameters without those that no projection protects, unless they still decay."""
         if not self.freezes_vectors(task) or self.decays_all:
             return parameters
@@ -75,7 +75,7 @@ class LocalProjection:
 
     def start(self, training: LocalTraining, spans: dict[str, Bases]) -> None:
         """Keep a training clear of these spans: `bases` of some layers, `complements` of others."""
-        projection = Projection(self.subspace.layers(training.network), **spans)
+        projection = Projection(self.subspace.list_layers(training.network), **spans)
         task = training.client.task
         vectors = [name for name, p in training.parameters.items() if is_vector(name, p)]
         still = vectors if self.freezes_vectors(task) else []
@@ -99,7 +99,7 @@ class LocalProjection:
             return {}
         absent = set(range(spec.label_count)) - set(spec.tasks[task])
         rows = {"heads.0.weight": absent, "heads.0.bias": absent}
-        if self.freezes_vectors(task) and "heads.0" in self.subspace.layers(network):
+        if self.freezes_vectors(task) and "heads.0" in self.subspace.list_layers(network):
             rows["heads.0.bias"] = absent.union(*spec.tasks[:task])
         return {name: torch.tensor(sorted(labels), device=self.run.device) for name, labels in rows.items() if labels}
 
@@ -142,8 +142,8 @@ def is_vector(name: str, parameter: nn.Parameter) -> bool:
 
 
 def project_gradients(training: LocalTraining) -> None:
-    """Project gradients in place, and keep protected parts of weights from decaying: the hook `gradient` for SGD."""
-    projected, gradients = training.part(ProjectedSteps), training.gradients
+    """Project gradients in place, and keep protected parts of weights from decaying: `change_gradients` for SGD."""
+    projected, gradients = training.find_part(ProjectedSteps), training.gradients
     assert projected is not None
     projected.projection.project_gradients(gradients)
     projected.hold_rows(gradients)
@@ -157,7 +157,7 @@ def project_gradients(training: LocalTraining) -> None:
 
 def project_optimiser_step(training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimiser's step without what acts on the spans: the hook `step` for other optimisers."""
-    projected = training.part(ProjectedSteps)
+    projected = training.find_part(ProjectedSteps)
     assert projected is not None
     steps = projected.projection.project_steps(steps)
     projected.hold_rows(steps)

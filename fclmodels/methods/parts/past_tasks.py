@@ -26,7 +26,7 @@ class PastTasks:
 
     def __init__(self, client: Client, samples: Batch) -> None:
         self.client = client
-        self.random = client.generator("replay")
+        self.random = client.make_generator("replay")
         self.augmenting = client.run.batches.make_device_generator(self.random)
         tasks = samples.tasks.unique().tolist()
         self.samples = {task: samples.take(samples.tasks.eq(task).nonzero().flatten()) for task in tasks}

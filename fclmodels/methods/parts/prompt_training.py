@@ -53,12 +53,12 @@ class PromptTraining:
     def obstacle_to_noise(self) -> Obstacle | None:
         return Obstacle("weighs clients by participation", "Set omega: samples") if self.counts_rounds else None
 
-    def advice(self) -> list[str]:
-        lines, params = self.backbone.advice(), self.run.params
+    def list_advice(self) -> list[str]:
+        lines, params = self.backbone.list_advice(), self.run.params
         model, federation = params.model, params.federation
         if self.settings.profile == "release" and (federation.weighting, params.optimizer.clip) != ("uniform", 1.0):
             lines.append("profile: release goes with federation.weighting: uniform and optimizer.clip: 1.0")
-        first, last = self.run.spec(1), self.run.spec(len(self.run.splits.tasks))
+        first, last = self.run.make_spec(1), self.run.make_spec(len(self.run.splits.tasks))
         if first.head == "growing" and model.loss_over == "seen" and last.label_count > first.label_count:
             lines.append(
                 "model.loss_over: seen lets a new task push down earlier ones' classes; the papers train over the "
@@ -66,7 +66,7 @@ class PromptTraining:
             )
         return lines
 
-    def weight(self, client: Client) -> float:
+    def weigh(self, client: Client) -> float:
         """Return a client's weight in the average: times rho, the rounds that it has taken part in, this one too."""
         joined = count_rounds(client)
         rho = {
@@ -76,13 +76,13 @@ class PromptTraining:
         }
         return client.weight * rho[self.settings.omega]
 
-    def most_rounds(self, task: int) -> int:
+    def bound_rounds(self, task: int) -> int:
         """Return the largest factor of a client's weight in a task."""
-        before = sum(self.run.rounds(earlier) for earlier in range(task))
-        most = {"samples": 1, "participation": self.run.rounds(task)}
-        return most.get(self.settings.omega, before + self.run.rounds(task))
+        before = sum(self.run.count_rounds(earlier) for earlier in range(task))
+        most = {"samples": 1, "participation": self.run.count_rounds(task)}
+        return most.get(self.settings.omega, before + self.run.count_rounds(task))
 
-    def memory(self, client: Client) -> dict[str, Any]:
+    def make_memory(self, client: Client) -> dict[str, Any]:
         """Return the part of a client's memory about its rounds."""
         return {"taken": count_rounds(client)}
 
@@ -91,12 +91,12 @@ class PromptTraining:
         """Put the head and the expert in place that a round starts from; updates are from what was downloaded on."""
         downloaded, client = payload["weights"].tensors, training.client
         if self.settings.head == "task-end" and count_rounds(client)["rounds"] == 1:
-            for name in self.backbone.personal_names(training.network):
+            for name in self.backbone.list_personal_names(training.network):
                 training.network.get_parameter(name).copy_(downloaded[name])
         restart_expert(training.network, self.backbone.adapter, client.task)
         training.start = {**training.start, **downloaded}
 
-    def loss(
+    def compute_loss(
         self, training: LocalTraining, batch: Batch, head_loss: Callable[[LocalTraining, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Return eq. 5, with the loss of the head on a batch's features [B, F] and labels [B]."""

@@ -65,7 +65,7 @@ class ProtectedSubspace:
     def begin(self, network: Network) -> dict[str, Any]:
         """Return the knowledge before the first task: bases without columns."""
         self._refuse_unfit_data()
-        layers = self.layers(network)
+        layers = self.list_layers(network)
         if self.settings.protect and not layers:
             raise UserError(
                 f"methods.{self.method}.protect: none of these blocks has a layer that model.freeze leaves free. "
@@ -80,7 +80,7 @@ class ProtectedSubspace:
         _, complements = split_by_width(server.knowledge["bases"])
         return replace(server, knowledge={**server.knowledge, "complements": complements})
 
-    def spans(self, server: Server) -> dict[str, Bases]:
+    def choose_spans(self, server: Server) -> dict[str, Bases]:
         """Return of each layer that has a basis the narrower of it (`bases`) and its complement (`complements`)."""
         complements = server.knowledge["complements"]
         bases = {
@@ -90,13 +90,13 @@ class ProtectedSubspace:
         }
         return {"bases": bases, "complements": complements}
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return the spans as parts that a client downloads once a task."""
-        return {name: Part("basis", bases, once=True) for name, bases in self.spans(server).items() if bases}
+        return {name: Part("basis", bases, once=True) for name, bases in self.choose_spans(server).items() if bases}
 
     def project(self, server: Server, network: Network, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return changes of weights, by name, without what acts on the protected span (FOT eq. 6, FedProTIP eq. 4)."""
-        return project_update(changes, self.layers(network), **self.spans(server))
+        return project_update(changes, self.list_layers(network), **self.choose_spans(server))
 
     def extend(self, server: Server, directions: Bases, threshold: float, **facts: Any) -> Server:
         """Return the server whose bases cover these directions {layer: [d, k]} too; facts join its knowledge."""
@@ -110,7 +110,7 @@ class ProtectedSubspace:
         facts |= {"bases": bases, "ranks": ranks, "thresholds": thresholds}
         return replace(server, knowledge={**knowledge, **facts})
 
-    def threshold(self, task: int) -> float:
+    def find_threshold(self, task: int) -> float:
         return min(1.0, self.settings.threshold + self.settings.threshold_step * task)
 
     def limit_rank(self, rank: int, basis: Tensor) -> int:
@@ -118,7 +118,7 @@ class ProtectedSubspace:
         free = basis.shape[0] - basis.shape[1]
         return min(rank, math.ceil(self.settings.budget * free))
 
-    def remarks(self, knowledge: Any) -> list[str]:
+    def list_remarks(self, knowledge: Any) -> list[str]:
         """Return a line that says from which task on most layers are full, and one of wide layers without room."""
         return [*self._list_full_layers(knowledge), *self._list_layers_without_room(knowledge["bases"])]
 
@@ -149,11 +149,11 @@ class ProtectedSubspace:
 
     # The layers and their inputs.
 
-    def layers(self, network: Network) -> dict[str, Layer]:
+    def list_layers(self, network: Network) -> dict[str, Layer]:
         """Return the protected layers of the network, by name."""
-        return {name: layer for name, layer in self.all_layers(network).items() if self._protects(name)}
+        return {name: layer for name, layer in self.list_all_layers(network).items() if self._protects(name)}
 
-    def all_layers(self, network: Network) -> dict[str, Layer]:
+    def list_all_layers(self, network: Network) -> dict[str, Layer]:
         """Return all layers whose inputs can be protected, by name."""
         # A network stays the same object until its head grows; finding its layers takes a forward pass.
         if self._cached_layers is None or self._cached_layers[0] is not network:
@@ -168,7 +168,7 @@ class ProtectedSubspace:
 
         column_limit: up to so many columns are stored as columns even where their Gram matrix is smaller.
         """
-        random = client.generator("observe")
+        random = client.make_generator("observe")
         rows = client.rows.draw_some(self.settings.samples, random)
 
         def inputs() -> Iterator[Tensor]:
@@ -190,7 +190,7 @@ class ProtectedSubspace:
         A head of one task's own moves in that task only. Where only some classes come again, the rows of new ones must
         learn from features that earlier tasks had too.
         """
-        if self.run.spec(1).head == "per-task":
+        if self.run.make_spec(1).head == "per-task":
             return False
         return {"auto": has_no_new_classes(self.run), "protected": True, "free": False}[self.settings.head]
 
@@ -202,7 +202,7 @@ class ProtectedSubspace:
             raise UserError(
                 f"methods.{self.method} finds bases from images, these samples are texts. Use another method."
             )
-        if self.settings.head == "protected" and self.run.spec(1).head == "per-task":
+        if self.settings.head == "protected" and self.run.make_spec(1).head == "per-task":
             raise UserError(
                 f"methods.{self.method}.head: protected needs a head that tasks share; here each task has its own, "
                 "which nothing moves later. Use head: auto."

@@ -108,7 +108,7 @@ class PrototypeInjection:
             knowledge["earlier"] = [*knowledge.get("earlier", []), last]
         return replace(server, knowledge=knowledge)
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return means and variances of the classes that have a prototype, in single precision."""
         tasks = [*server.knowledge.get("earlier", []), *filter(None, [server.knowledge.get("prototypes")])]
         if not tasks:
@@ -120,7 +120,7 @@ class PrototypeInjection:
         """Return the server with a Gaussian of each class that a client has sent moments of."""
         knowledge, total = dict(server.knowledge), replies.sum("moments")
         if (clip := self.backbone.feature_clip) is not None:
-            total = from_units(total, clip, replies.noise("moments"))
+            total = from_units(total, clip, replies.compute_noise("moments"))
         new = fit_gaussians(total)
         if "prototypes" in knowledge:
             old = knowledge["prototypes"]
@@ -137,7 +137,7 @@ class PrototypeInjection:
         return None if self.backbone.feature_clip is None else BOUND
 
     @torch.no_grad()
-    def moments(self, training: LocalTraining, weight: float) -> Moments:
+    def compute_moments(self, training: LocalTraining, weight: float) -> Moments:
         """Return the moments of a client's classes on the prompts that it has just trained (eq. 7 and 8).
 
         weight: omega, where it weighs prototypes. Algorithm 1, line 25.
@@ -152,7 +152,7 @@ class PrototypeInjection:
         """Return the moments of a client's classes on its prompts, of batches of mixed classes as in training."""
         client, network, clip = training.client, training.network.eval(), self.backbone.feature_clip
         classes, total = len(network.spec.tasks[client.task]), None
-        order = torch.randperm(len(client.rows), generator=client.generator("moments"))
+        order = torch.randperm(len(client.rows), generator=client.make_generator("moments"))
         rows, size = client.rows.take(order.numpy()), self.run.params.federation.batch_size
         for batch in self.run.batches.iterate_ordered(rows, size):
             features = self.backbone.compute_features(network, batch, client.task).features
@@ -170,7 +170,7 @@ class PrototypeInjection:
 
     def add_own(self, training: LocalTraining) -> None:
         """Give a training its client's own prototypes, where it was sent none of the task."""
-        settings, client, sent = self.settings, training.client, training.part(InjectedPrototypes)
+        settings, client, sent = self.settings, training.client, training.find_part(InjectedPrototypes)
         if not settings.own or settings.inject == "missing" or (sent is not None and client.task in sent.tasks):
             return
         gaussians = fit_gaussians(self.count_moments(training))
@@ -192,7 +192,7 @@ class InjectedPrototypes:
         self.mu, self.sigma2, self.labels, self.tasks = (prototypes[name][injected] for name in PROTOTYPE)
         self.own_classes = len(own)
         self.m, self.augmentation = settings.m, settings.augmentation
-        self.random = client.generator("prototypes")
+        self.random = client.make_generator("prototypes")
 
     def draw(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return vectors [n, F], labels [n] and tasks [n] that join a batch of so many samples."""

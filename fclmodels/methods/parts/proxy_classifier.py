@@ -102,7 +102,7 @@ class ProxyClassifier:
         gaussians = fit_gaussians(cohort.ask(exchange, server).sum("moments"))
         new = list_task_columns(server.spec, torch.device("cpu"))[-1]
         new = new[gaussians.present[new]]
-        random = self.run.generator("proxies", server.task)
+        random = self.run.make_generator("proxies", server.task)
         drawn = draw_proxies(gaussians.mu[new], gaussians.sigma2[new], self.settings.proxies, random)
         state = server.networks[PROXIES]
         state = {**state, "weight": state["weight"].index_copy(0, new, drawn)}
@@ -117,7 +117,7 @@ class ProxyClassifier:
         state = {name: value + moved[name] / total for name, value in server.networks[PROXIES].items()}
         return replace(server, networks={**server.networks, PROXIES: state})
 
-    def predictor(self, server: Server, network: Network) -> Predictor:
+    def make_predictor(self, server: Server, network: Network) -> Predictor:
         """Return the classifier's predictor on a network in evaluation mode."""
         proxies, columns = self.load_proxies(server.networks[PROXIES]), count_columns(server.spec)
         return lambda inputs: Prediction(proxies(network.backbone(inputs), classes=columns))
@@ -138,12 +138,12 @@ class ProxyClassifier:
     @torch.no_grad()
     def restore_old(self, training: LocalTraining) -> None:
         """Undo what weight decay did to old classes' proxies in a step."""
-        if old := training.part(OldProxies):
+        if old := training.find_part(OldProxies):
             training.networks[PROXIES][0].get_parameter("weight")[: len(old.weight)] = old.weight
 
     def compute_loss(self, training: LocalTraining, batch: Batch, compare: Compare) -> Tensor:
         """Return NCA + sqrt((n + m) / m) D, by a method's D of block outputs and features from the teacher's."""
-        network, teacher, proxies = training.network, training.part(LastModel), training.networks[PROXIES][0]
+        network, teacher, proxies = training.network, training.find_part(LastModel), training.networks[PROXIES][0]
         assert isinstance(proxies, CosineProxies)
         outputs = self.run_blocks(network, batch)
         new = list_task_columns(network.spec, self.run.device)[-1]
@@ -170,8 +170,8 @@ class ProxyClassifier:
         scores = proxies(features, frozen, count_columns(network.spec))
         return nca_loss(scores, labels, proxies.scale, self.settings.nca)
 
-    def tune_form(self, task: int, round: int) -> Form:
-        (update,) = self.networks.form().values()
+    def make_tune_form(self, task: int, round: int) -> Form:
+        (update,) = self.networks.make_form().values()
         return {"tuned": update, "weight": make_outline("count", {"weight": ()}, torch.float64)}
 
     def tune_proxies(self, client: Client, payload: Payload) -> Answer:
@@ -191,7 +191,7 @@ class ProxyClassifier:
     def descend(self, client: Client, proxies: CosineProxies, features: Tensor, labels: Tensor, columns: int) -> None:
         """Train the proxies in place, by SGD in shuffled batches."""
         optimiser = torch.optim.SGD(proxies.parameters(), self.settings.tune_lr)
-        random, size = client.generator("tune"), client.run.params.federation.batch_size
+        random, size = client.make_generator("tune"), client.run.params.federation.batch_size
         for _ in range(self.settings.tune_epochs):
             for places in torch.randperm(len(labels), generator=random).split(size):
                 optimiser.zero_grad()
@@ -202,8 +202,8 @@ class ProxyClassifier:
 
 def declare_proxies(run: Run, proxies: int) -> Auxiliary:
     """Return the classifier as a network beside the model, with a place for each class of the stream."""
-    last = run.spec(len(run.splits.tasks))
-    features = build_skeleton(run.spec(1)).backbone.features
+    last = run.make_spec(len(run.splits.tasks))
+    features = build_skeleton(run.make_spec(1)).backbone.features
     spec = {"classes": count_columns(last), "features": features, "proxies": proxies}
     return Auxiliary(PROXIES, spec, build_proxies, "averaged", run.params.optimizer)
 

@@ -106,7 +106,7 @@ class ProxyServer:
 
     def draw_encoder(self, spec: ModelSpec) -> SigmoidLeNet:
         """Return the network whose gradients travel, with a row for each class so far; the same one for everybody."""
-        random = self.run.generator("encoder", len(spec.tasks))
+        random = self.run.make_generator("encoder", len(spec.tasks))
         return SigmoidLeNet(self.shape, spec.label_count, random).to(self.run.device)
 
     @property
@@ -148,9 +148,9 @@ class ProxyServer:
             total -= float((log_p.exp() * log_p).sum())
         return total / len(client.rows)
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of gradients by the encoder's parameters, one for each class of the task."""
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         encoder = self.draw_encoder(spec)
         shapes = {name: (len(spec.tasks[task]), *p.shape) for name, p in encoder.named_parameters()}
         part = make_outline("gradient", shapes, least="each")
@@ -199,7 +199,7 @@ class ProxyServer:
         knowledge, replies = dict(server.knowledge), cohort.ask(show, server)
         sent = [
             [tensors[name][place] for name in tensors]
-            for _, tensors in replies.each("prototypes")
+            for _, tensors in replies.yield_each("prototypes")
             for place in range(len(server.spec.tasks[server.task]))
         ]
         gradients = [[g.to(self.run.device) for g in gradient] for gradient in sent if any(g.any() for g in gradient)]
@@ -267,7 +267,7 @@ class Inversion(ServerWork):
         self.images.append(images)
         return distance
 
-    def state(self) -> Tree:
+    def collect_state(self) -> Tree:
         return {"images": self.images}
 
     def restore(self, state: Tree) -> None:

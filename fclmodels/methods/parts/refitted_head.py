@@ -39,11 +39,11 @@ class RefittedHead:
         self.backbone = backbone
         self.networks = networks
         self.run = backbone.run
-        self.exchange = Exchange("refit", self.payload, self.answer, self.form)
+        self.exchange = Exchange("refit", self.make_payload, self.answer, self.make_form)
 
     # On the server.
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return the model, and after the first task the last one's prompts with the means of its classes on them."""
         parts = {"weights": Part("weights", server.weights)}
         if (classes := server.knowledge.get("classes")) is not None:
@@ -72,38 +72,38 @@ class RefittedHead:
         classes = {"weight": weight, "means": means, "scatter": scatter, "prompts": prompts, "head": head}
         return replace(server, knowledge={**server.knowledge, "classes": classes})
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the head; None while a task is learned whose classes it does not have."""
         head = server.knowledge.get("classes", {}).get("head")
         return None if head is None or len(head["bias"]) != server.spec.label_count else FittedHead(**head)
 
     # On a client.
 
-    def form(self, task: int, round: int) -> Form:
+    def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sums of its classes, and of the drift near earlier classes' means."""
-        spec = self.run.spec(task + 1)
+        spec = self.run.make_spec(task + 1)
         F, C = self.networks.of(spec).backbone.features, len(spec.tasks[task])
         parts = {
             "counts": make_outline("count", {"weight": (C,)}, torch.float64),
             "products": make_outline("class-statistics", {"gram": (F, F), "cross": (F, C)}, torch.float64),
         }
         if task > 0:
-            K = self.run.spec(task).label_count
+            K = self.run.make_spec(task).label_count
             parts["drift"] = make_outline("class-statistics", {"weight": (K,), "sum": (K, F)}, torch.float64)
         return parts
 
     @torch.no_grad()
     def answer(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of a client's classes, and of the drift near the means of earlier ones."""
-        spec, weights = self.run.spec(client.task + 1), payload["weights"].tensors
-        order = torch.randperm(len(client.rows), generator=client.generator("refit")).numpy()
+        spec, weights = self.run.make_spec(client.task + 1), payload["weights"].tensors
+        order = torch.randperm(len(client.rows), generator=client.make_generator("refit")).numpy()
         local = {label: place for place, label in enumerate(spec.tasks[client.task])}
         labels = torch.tensor([local[label] for label in client.rows.labels[order].tolist()])
         features = self.compute_features(client, order, spec, weights)
         counts = labels.bincount(minlength=len(local)).double()
         parts = {"counts": {"weight": counts}, "products": sum_products(features, labels, len(local))}
         if "before" in payload:
-            earlier, before = self.run.spec(client.task), payload["before"].tensors
+            earlier, before = self.run.make_spec(client.task), payload["before"].tensors
             after = {**shrink_prompts(weights, self.backbone.adapter, client.task), KEYS: before[KEYS]}
             heads = {name: w[: earlier.label_count] for name, w in weights.items() if name.startswith(HEADS)}
             origin, end = (

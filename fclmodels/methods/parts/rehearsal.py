@@ -66,7 +66,7 @@ class Rehearsed(FedAvg):
     """FedAvg whose clients rehearse exemplars of earlier classes beside the last task's model.
 
     Below its hooks stand those that methods have of their own: `enter_task`, `add_payload`, `end_rounds`, `leave_task`,
-    `find_head`, `note`, `equip`, `yield_epochs`.
+    `choose_head`, `note`, `equip`, `join_epochs`.
     """
 
     class Settings(FedAvg.Settings, ExemplarSettings):
@@ -85,11 +85,11 @@ class Rehearsed(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        if run.spec(1).head == "growing" and not self.loss_is_over_seen(run.spec(1)):
+        if run.make_spec(1).head == "growing" and not self.loss_is_over_seen(run.make_spec(1)):
             raise UserError(f"methods.{self.name}: its loss is over all classes so far. Use model.loss_over: seen.")
         self.memory = ExemplarMemory(settings)
         self.teachers = NetworkCache(run.device, self.prepare_network)
-        self.select = self.declare(Exchange("select", self.payload, self.select_exemplars, self.select_form))
+        self.select = self.declare(Exchange("select", self.make_payload, self.select_exemplars, self.make_select_form))
 
     # On the server.
 
@@ -102,8 +102,8 @@ class Rehearsed(FedAvg):
         """Return the server that starts a task after the last one's."""
         return server
 
-    def payload(self, server: Server) -> Payload:
-        return {**super().payload(server), **anchor_payload(server), **self.add_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        return {**super().make_payload(server), **anchor_payload(server), **self.add_payload(server)}
 
     def add_payload(self, server: Server) -> Payload:
         """Return what clients download besides the model and the last task's."""
@@ -113,7 +113,7 @@ class Rehearsed(FedAvg):
         ended = self.end_rounds(server, cohort)
         if self.answers_by_means:
             replies = cohort.ask(self.select, ended, clients=cohort.everyone)
-            means = fit_directions(replies.sum(MEANS), replies.noise(MEANS))
+            means = fit_directions(replies.sum(MEANS), replies.compute_noise(MEANS))
             ended = replace(ended, knowledge={**ended.knowledge, MEANS: means})
         else:
             cohort.ask(self.select, ended)
@@ -127,19 +127,19 @@ class Rehearsed(FedAvg):
         """Return the server after clients have chosen exemplars."""
         return server
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
-        """Return the head that answers in the network's place; None while a task is learned."""
-        return self.find_head(server)
-
     def find_head(self, server: Server) -> FittedHead | None:
+        """Return the head that answers in the network's place; None while a task is learned."""
+        return self.choose_head(server)
+
+    def choose_head(self, server: Server) -> FittedHead | None:
         """Return the means of exemplars, where these answer."""
         return FittedHead(**server.knowledge[MEANS]) if MEANS in server.knowledge else None
 
     # On a client.
 
-    def select_form(self, task: int, round: int) -> Form:
+    def make_select_form(self, task: int, round: int) -> Form:
         """Return the outlines of what a client tells when it has chosen its exemplars."""
-        network = self.networks.of(self.run.spec(task + 1))
+        network = self.networks.of(self.run.make_spec(task + 1))
         return {MEANS: outline_sums(network, self.memory.limit(network.spec))} if self.answers_by_means else {}
 
     @torch.no_grad()
@@ -157,11 +157,11 @@ class Rehearsed(FedAvg):
 
     def load_final(self, client: Client, payload: Payload) -> Network:
         """Return the global model that a client was sent, in evaluation mode."""
-        return self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload)).eval()
+        return self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload)).eval()
 
-    def moments_form(self, task: int, round: int) -> Form:
+    def make_moments_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's moments of its classes' features."""
-        network = self.networks.of(self.run.spec(task + 1))
+        network = self.networks.of(self.run.make_spec(task + 1))
         columns, features = count_columns(network.spec), network.backbone.features
         shapes = {"weight": (columns,), "sum": (columns, features), "square": (columns, features)}
         return {"moments": make_outline("prototype", shapes, torch.float64)}
@@ -180,17 +180,17 @@ class Rehearsed(FedAvg):
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         if "anchor" in payload:
-            last = self.teachers.load(self.run.spec(training.client.task), payload["anchor"].tensors)
+            last = self.teachers.load(self.run.make_spec(training.client.task), payload["anchor"].tensors)
             training.add(LastModel(last, list_task_columns(training.network.spec, self.run.device)[-1]))
         self.equip(training, payload)
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         """Give a client's training what it needs besides the teacher."""
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        return self.yield_epochs(training)
-
     def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+        return self.join_epochs(training)
+
+    def join_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         """Return the round's local epochs over rows and exemplars."""
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
@@ -198,10 +198,10 @@ class Rehearsed(FedAvg):
         """Return all heads' logits [B, columns] of a batch, and its labels [B] as columns."""
         network = training.network
         labels = find_columns(network.spec, batch.labels, batch.tasks)
-        return join_heads(network, training.features(batch)), labels
+        return join_heads(network, training.compute_features(batch)), labels
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return self.select_parameters(super().trainable(network, task))
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return self.select_parameters(super().select_trainable(network, task))
 
     def select_parameters(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return those of the network's parameters that train."""

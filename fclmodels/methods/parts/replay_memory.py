@@ -74,14 +74,14 @@ def descend_both(
 
     loss_of_new: of network, features, labels and task. It is the loss by itself where nothing is stored.
     """
-    replay, network, task = training.part(Replay), training.network, training.client.task
+    replay, network, task = training.find_part(Replay), training.network, training.client.task
     if replay is None:
-        return loss_of_new(network, training.features(batch), batch.labels, task)
+        return loss_of_new(network, training.compute_features(batch), batch.labels, task)
     replayed = replay.draw()
     features = network.backbone(torch.cat([batch.inputs, replayed.inputs]))
     new, old = features.split([len(batch.labels), len(replayed.labels)])
     loss = loss_of_new(network, new, batch.labels, task)
-    return (loss + method.cross_entropy_by_task(network, old, replayed.labels, replayed.tasks)) / 2
+    return (loss + method.compute_cross_entropy_by_task(network, old, replayed.labels, replayed.tasks)) / 2
 
 
 class Replay:
@@ -90,7 +90,7 @@ class Replay:
     def __init__(self, client: Client, samples: Batch) -> None:
         self.client = client
         self.samples = samples
-        self.random = client.generator("replay")
+        self.random = client.make_generator("replay")
         self.augmenting = client.run.batches.make_device_generator(self.random)
 
     def draw(self, count: int | None = None) -> Batch:
@@ -100,7 +100,7 @@ class Replay:
 def add_task(client: Client, settings: ReplaySettings) -> Memory:
     """Return a client's memory with samples of its task."""
     before, arriving = client.memory.get("seen", 0), len(client.rows)
-    random, most = client.generator("reservoir"), settings.memory
+    random, most = client.make_generator("reservoir"), settings.memory
     if settings.memory_of == "each-task":
         old = unpack_samples(client.memory)
         stored = 0 if old is None else len(old.labels)

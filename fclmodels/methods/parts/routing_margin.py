@@ -30,14 +30,14 @@ class RoutingMargin:
     def __init__(self, run: Run, rule: str) -> None:
         self.run = run
         self.rule = rule
-        self.exchange = Exchange("calibration", self.router_payload, self.count_answers, self.counts_form)
+        self.exchange = Exchange("calibration", self.make_router_payload, self.count_answers, self.make_counts_form)
 
     def calibrate(self, server: Server, cohort: Cohort, router: Router, clients: Sequence[int]) -> Router:
         """Return the router with the least margin that pays on these clients' stored features."""
         counts = cohort.ask(self.exchange, server, router, clients=clients).sum("right")
         return replace(router, least_margin=find_least_margin(counts["routed"], counts["all"]))
 
-    def router_payload(self, server: Server, router: Router) -> Payload:
+    def make_router_payload(self, server: Server, router: Router) -> Payload:
         tensors = {"references": router.references, "known": router.has_reference.to(torch.uint8)}
         return {
             "weights": Part("weights", server.weights),
@@ -45,7 +45,7 @@ class RoutingMargin:
             "features": Part("basis", {str(task): basis for task, basis in enumerate(router.bases)}),
         }
 
-    def counts_form(self, task: int, round: int) -> Form:
+    def make_counts_form(self, task: int, round: int) -> Form:
         return {"right": make_outline("count", {"routed": (len(MARGINS),), "all": (len(MARGINS),)}, torch.int64)}
 
     def count_answers(self, client: Client, payload: Payload) -> Answer:
@@ -53,7 +53,7 @@ class RoutingMargin:
         by_task, tensors = payload["features"].tensors, payload["router"].tensors
         bases = tuple(by_task[str(task)] for task in range(len(by_task)))
         router = Router(bases, tensors["references"], tensors["known"].bool(), self.rule)
-        spec, weights = self.run.spec(client.task + 1), payload["weights"].tensors
+        spec, weights = self.run.make_spec(client.task + 1), payload["weights"].tensors
         columns = Columns.of(spec, torch.device("cpu"))
         masks = columns.mask_tasks(task.classes for task in self.run.splits.tasks[: len(bases)])
         right = {name: torch.zeros(len(MARGINS), dtype=torch.int64) for name in ("routed", "all")}
@@ -62,8 +62,8 @@ class RoutingMargin:
             logits = torch.cat(
                 [features @ weights[f"heads.{head}.weight"].T + weights[f"heads.{head}.bias"] for head in heads], dim=1
             )
-            predicted = router.sample_scores(features).argmax(1)
-            places = torch.bucketize(router.sample_margins(features), MARGINS, right=True).sub(1).clamp(min=0)
+            predicted = router.score_samples(features).argmax(1)
+            places = torch.bucketize(router.measure_margins(features), MARGINS, right=True).sub(1).clamp(min=0)
             for name, answers in (("routed", logits.masked_fill(~masks[predicted], -torch.inf)), ("all", logits)):
                 hits = columns.labels[answers.argmax(1)] == client.memory["labels"][task]
                 right[name] += torch.bincount(places[hits], minlength=len(MARGINS))

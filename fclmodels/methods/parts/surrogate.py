@@ -56,15 +56,15 @@ class Surrogate:
         self.method = method
         self.client = client
         self.settings = settings
-        weights = method.client_weights(client, payload)
-        self.network = method.networks.load(method.run.spec(client.task + 1), weights).eval()
-        self.parameters = method.trainable(self.network, client.task)
+        weights = method.join_own_weights(client, payload)
+        self.network = method.networks.load(method.run.make_spec(client.task + 1), weights).eval()
+        self.parameters = method.select_trainable(self.network, client.task)
         self.origin = {name: weights[name].clone() for name in self.parameters}  # w
         self.lr = choose_rate(method.run, settings)
 
     def iterate(self, samples: Batch) -> Iterator[SurrogateBatch]:
         """Yield the batches of all passes over raw samples, each pass in an order of its own."""
-        random, prepare = self.client.generator("surrogate"), self.client.run.batches.prepare_inputs
+        random, prepare = self.client.make_generator("surrogate"), self.client.run.batches.prepare_inputs
         size = self.client.run.params.federation.batch_size
         for number in range(1, self.settings.passes + 1):
             for places in torch.randperm(len(samples.labels), generator=random).split(size):

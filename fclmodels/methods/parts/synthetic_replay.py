@@ -76,7 +76,7 @@ class SyntheticReplay(FedAvg):
             )
         self.teachers, self.students = (NetworkCache(run.device, self.prepare_network) for _ in range(2))
 
-    def advice(self) -> list[str]:
+    def list_advice(self) -> list[str]:
         of, lines = self.settings, []
         if self.replays:
             channels, *sides = self.run.splits.shape
@@ -91,7 +91,7 @@ class SyntheticReplay(FedAvg):
                     f"these {size:,} bytes are in the server's memory and in each of its checkpoints: set "
                     f"methods.{self.name}.side to make smaller images"
                 )
-            if not list_statistics(self.networks.of(self.run.spec(1))):
+            if not list_statistics(self.networks.of(self.run.make_spec(1))):
                 lines.append(
                     "the network has no running statistics of batch normalisation: statistics_weight counts for "
                     "nothing, and images follow the classes and the student alone"
@@ -152,7 +152,7 @@ class SyntheticReplay(FedAvg):
     def begin_task(self, server: Server, cohort: Cohort) -> Server:
         if "anchor" not in server.knowledge or not self.replays:
             return server
-        spec, weights = self.run.spec(server.task), server.knowledge["anchor"]
+        spec, weights = self.run.make_spec(server.task), server.knowledge["anchor"]
         work = self.make_synthesis(server, self.teachers.load(spec, weights), self.students.load(spec, weights))
         cohort.train(work, work.rounds)
         images, columns = work.read_pool()
@@ -160,8 +160,8 @@ class SyntheticReplay(FedAvg):
         pool = {"images": images, "labels": labels[columns].int()}
         return replace(server, knowledge={**server.knowledge, SYNTHETIC: pool})
 
-    def payload(self, server: Server) -> Payload:
-        parts = {**super().payload(server), **self.add_payload(server)}
+    def make_payload(self, server: Server) -> Payload:
+        parts = {**super().make_payload(server), **self.add_payload(server)}
         if SYNTHETIC in server.knowledge:
             images = {"images": server.knowledge[SYNTHETIC]["images"]}
             parts |= {**anchor_payload(server), SYNTHETIC: Part("samples", images, once=True)}
@@ -179,14 +179,14 @@ class SyntheticReplay(FedAvg):
         self.equip(training, payload)
         if SYNTHETIC in payload:
             anchor = payload["anchor"].tensors
-            last = self.teachers.load(self.run.spec(training.client.task), anchor)
+            last = self.teachers.load(self.run.make_spec(training.client.task), anchor)
             training.add(Teacher(last, anchor, 1.0))
             size = self.settings.synthetic_batch or self.run.params.federation.batch_size
             training.add(SyntheticImages(training.client, payload[SYNTHETIC].tensors["images"], size))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        loss = self.learn(training, training.features(batch), batch.labels)
-        if (teacher := training.part(Teacher)) and (images := training.part(SyntheticImages)):
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        loss = self.learn(training, training.compute_features(batch), batch.labels)
+        if (teacher := training.find_part(Teacher)) and (images := training.find_part(SyntheticImages)):
             loss = loss + self.imitate(training, next(images), teacher)
         self.note(training, loss, batch)
         return loss
@@ -198,7 +198,7 @@ class SyntheticImages(Iterator[Tensor]):
     def __init__(self, client: Client, images: Tensor, size: int) -> None:
         self.batches = client.run.batches
         self.images = images
-        random = client.generator("synthetic")
+        random = client.make_generator("synthetic")
         self.augmenting = self.batches.make_device_generator(random)
         self.draws = draw_endlessly(len(images), size, random)
 

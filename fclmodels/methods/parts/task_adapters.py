@@ -29,8 +29,8 @@ class TaskAdapter(FrozenBackbone):
 
     moving: tuple[str, ...] = ("",)
 
-    def trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
-        parameters = super().trainable(network, task, freeze)
+    def select_trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
+        parameters = super().select_trainable(network, task, freeze)
         return {name: parameter for name, parameter in parameters.items() if not self.is_fixed(name, task)}
 
     def is_fixed(self, name: str, task: int) -> bool:
@@ -42,7 +42,7 @@ class TaskAdapter(FrozenBackbone):
         """Return the server with every tensor of the model, factors of its maps merged into the backbone's weights."""
         adapted = get_backbone(network)
         if not isinstance(adapted, LowRank):
-            return replace(server, weights=self.all_weights(server.weights))
+            return replace(server, weights=self.list_all_weights(server.weights))
         merged = {name: tensor.detach() for name, tensor in adapted.merge().items()}
         heads = {name: tensor for name, tensor in server.weights.items() if not name.startswith(BACKBONE)}
         plain = {BACKBONE + name: merged.get(name, w).cpu() for name, w in self.frozen.state_dict().items()}
@@ -60,12 +60,12 @@ class AdapterTraining(FedAvg):
         backbone = self.part(settings, run, self.name, self.attaches)
         super().__init__(settings, backbone.run, backbone)
 
-    def advice(self) -> list[str]:
-        return self.network.advice()
+    def list_advice(self) -> list[str]:
+        return self.network.list_advice()
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         """Return the weights; those that stay the same during the task in two parts: other tasks', and its own."""
-        payload = super().payload(server)
+        payload = super().make_payload(server)
         weights = payload["weights"].tensors
         fixed = {name: tensor for name, tensor in weights.items() if self.network.is_fixed(name, server.task)}
         own = {name: tensor for name, tensor in fixed.items() if name.startswith(f"{PROMPTS}.{server.task}.")}
@@ -74,9 +74,11 @@ class AdapterTraining(FedAvg):
         once = {name: Part("weights", tensors, once=True) for name, tensors in parts.items() if tensors}
         return {**payload, "weights": Part("weights", moving), **once}
 
-    def client_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
+    def join_own_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
         fixed = [payload[name].tensors for name in ("fixed", OWN) if name in payload]
-        return {name: w for tensors in (*fixed, super().client_weights(client, payload)) for name, w in tensors.items()}
+        return {
+            name: w for tensors in (*fixed, super().join_own_weights(client, payload)) for name, w in tensors.items()
+        }
 
     def serve(self, server: Server) -> Server:
         """Return the model that answers; low-rank factors are merged, so that it is the plain backbone with a head."""

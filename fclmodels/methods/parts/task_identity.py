@@ -106,7 +106,9 @@ class TaskIdentity:
         self.run = run
         self.method = method
         self.votes = settings.tip_reference == "each"
-        self.references = Exchange("references", self.bases_payload, self.answer_references, self.references_form)
+        self.references = Exchange(
+            "references", self.make_bases_payload, self.answer_references, self.make_references_form
+        )
         self.margin = RoutingMargin(run, settings.tip_rule)
 
     @property
@@ -163,7 +165,7 @@ class TaskIdentity:
         drift = float((energies["moved"] / energies["size"]).sqrt()) if energies and energies["size"] else None
         return replace(server, knowledge={**server.knowledge, "tip": {**tip, "drifts": [*tip["drifts"], drift]}})
 
-    def remarks(self, knowledge: Any) -> list[str]:
+    def list_remarks(self, knowledge: Any) -> list[str]:
         """Return a line of the first task in which features moved by more than a tenth of their length."""
         drifts = knowledge.get("tip", {}).get("drifts", [])
         large = [(task, drift) for task, drift in enumerate(drifts, 1) if drift is not None and drift > 0.1]
@@ -173,7 +175,7 @@ class TaskIdentity:
             for task, drift in large[:1]
         ]
 
-    def router(self, server: Server) -> Router | None:
+    def make_router(self, server: Server) -> Router | None:
         return Router.from_tree(server.knowledge["tip"]) if "tip" in server.knowledge else None
 
     def list_reference_clients(self, task: int) -> list[int]:
@@ -183,7 +185,7 @@ class TaskIdentity:
     def choose_reference_clients(self, task: int) -> list[int]:
         """Return the clients of a task that give references of it: the first in a fixed random order."""
         able = set(self.run.splits.list_clients(task))
-        order = torch.randperm(self.run.splits.clients, generator=self.run.generator("voters")).tolist()
+        order = torch.randperm(self.run.splits.clients, generator=self.run.make_generator("voters")).tolist()
         return [client for client in order if client in able][: self.settings.tip_voters]
 
     def _extract_task_basis(self, earlier: Tensor, directions: Sequence[Tensor]) -> Tensor:
@@ -195,16 +197,16 @@ class TaskIdentity:
         """Return `omega` [T, T] and `count` [T] of each client, or their means."""
         replies = cohort.ask(self.references, bases, clients=clients)
         if self.votes:
-            return dict(replies.each("references"))
+            return dict(replies.yield_each("references"))
         sums = replies.sum("references")
         return {0: {"omega": sums["omega"] / sums["count"].clamp(min=1)[:, None], "count": sums["count"]}}
 
     # The exchange.
 
-    def bases_payload(self, bases: Sequence[Tensor]) -> Payload:
+    def make_bases_payload(self, bases: Sequence[Tensor]) -> Payload:
         return {"features": Part("basis", {str(task): basis for task, basis in enumerate(bases)})}
 
-    def references_form(self, task: int, round: int) -> Form:
+    def make_references_form(self, task: int, round: int) -> Form:
         shapes = {"omega": (task + 1, task + 1), "count": (task + 1,)}
         outlines = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {"references": Part("reference", outlines, "each" if self.votes else "sum")}

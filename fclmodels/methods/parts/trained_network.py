@@ -24,13 +24,13 @@ class TrainedNetwork:
         """Return whether a part of the network stays with each client."""
         return self.batch_norm == "local"
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         """Return the names of the tensors that stay with each client."""
         return list_statistics(network) if self.batch_norm == "local" else set()
 
     def list_unsent_names(self, network: Network, task: int, round: int) -> set[str]:
         """Return the personal names that a client does not send after a round."""
-        return self.personal_names(network)
+        return self.list_personal_names(network)
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:
         """Return the personal names that no client downloads either: their first values come from the run's seed."""
@@ -41,7 +41,7 @@ class TrainedNetwork:
         if not (names := self.list_undownloaded_names(spec)):
             return {}
         if self._drawn is None or self._drawn[0] != spec:
-            weights = self.initial_weights(spec)
+            weights = self.make_initial_weights(spec)
             self._drawn = spec, {name: weights[name].to(self.run.device) for name in names}
         return self._drawn[1]
 
@@ -50,17 +50,17 @@ class TrainedNetwork:
         if self.batch_norm == "batch":
             drop_statistics(network)
 
-    def initial_weights(self, spec: ModelSpec) -> Weights:
+    def make_initial_weights(self, spec: ModelSpec) -> Weights:
         """Return weights by the run's seed, or read from `model.weights`."""
-        network = build_network(spec, self.run.generator("init"))
+        network = build_network(spec, self.run.make_generator("init"))
         self.prepare(network)
         return dict(network.state_dict())
 
     def grow(self, weights: Weights, before: ModelSpec, after: ModelSpec) -> Weights:
         """Return the weights with the rows and heads that the last task of `after` adds."""
-        return grow_heads(weights, before, after, self.run.generator("init"))
+        return grow_heads(weights, before, after, self.run.make_generator("init"))
 
-    def all_weights(self, weights: Weights) -> Weights:
+    def list_all_weights(self, weights: Weights) -> Weights:
         """Return every tensor of the network, also those that never travel."""
         return weights
 
@@ -73,7 +73,7 @@ class TrainedNetwork:
             if self.batch_norm == "frozen":
                 fix_statistics(network)
 
-    def trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
         """Return all parameters but those of frozen blocks and of other tasks' own heads."""
         frozen = list_frozen(network.spec, network) if freeze else set()
         prefixes = ("backbone.", f"heads.{task}." if network.spec.head == "per-task" else "heads.")

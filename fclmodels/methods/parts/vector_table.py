@@ -40,15 +40,15 @@ class VectorTable:
         count = 0
         for vector in vectors:
             reached |= dict.fromkeys(vector)
-            for name, place in self._views(count):
+            for name, place in self._yield_views(count):
                 if name in vector:
                     place.copy_(vector[name])
                 else:
                     place.zero_()
             count += 1
-        return [{name: view for name, view in self._views(row) if name in reached} for row in range(count)]
+        return [{name: view for name, view in self._yield_views(row) if name in reached} for row in range(count)]
 
-    def _views(self, row: int) -> Iterator[tuple[str, Tensor]]:
+    def _yield_views(self, row: int) -> Iterator[tuple[str, Tensor]]:
         start = 0
         for name, shape in self.shapes.items():
             end = start + prod(shape)

@@ -112,7 +112,7 @@ def test_an_edited_source_reruns_everything(
 def test_other_weights_in_the_same_file_rerun_everything(
     experiment_of: MakeExperiment, tmp_path: Path, steps: list[str], method_of: Callable
 ) -> None:
-    weights = method_of().setup().weights
+    weights = method_of().create_server().weights
     backbone = {name.removeprefix("backbone."): w for name, w in weights.items() if name.startswith("backbone.")}
     for scale in (1.0, 2.0):
         save_file({name: w * scale for name, w in backbone.items()}, tmp_path / "weights.safetensors")
@@ -157,7 +157,7 @@ def test_a_memory_that_was_changed_on_disk_is_not_learnt_from(experiment_of: Mak
     experiment = experiment_of(*PERSONAL, home=tmp_path / "home")
     begun = experiment.step("begin", None, 0).run()
     learned = experiment.step("learn", begun["objects"]["state"], 0).run()
-    file = experiment.store.path(learned["objects"]["memory-2"])
+    file = experiment.store.find_path(learned["objects"]["memory-2"])
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

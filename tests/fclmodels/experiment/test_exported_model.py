@@ -86,7 +86,7 @@ def test_each_image_gets_the_best_class_of_the_tasks_that_may_answer(
     for features, row in zip(features_of(network), rows, strict=True):
         tasks = [*range(len(spec.tasks))]
         if number or router:
-            tasks = [number - 1 if number else int(router.sample_scores(features[None])[0].argmax())]  # type: ignore[union-attr]
+            tasks = [number - 1 if number else int(router.score_samples(features[None])[0].argmax())]  # type: ignore[union-attr]
         with torch.inference_mode():
             logits = {
                 (task if spec.head == "per-task" else 0, label): logit

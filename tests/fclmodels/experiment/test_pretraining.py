@@ -234,7 +234,7 @@ def test_the_store_has_the_last_word_on_what_was_done(training):
     assert step.recall() is None
     outcome = step.run()
     assert training("pretrain.epochs=1").recall() == outcome
-    step.store.path(outcome["objects"]["weights"]).unlink()
+    step.store.find_path(outcome["objects"]["weights"]).unlink()
     assert step.recall() is None
 
 

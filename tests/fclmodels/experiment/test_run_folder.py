@@ -135,7 +135,7 @@ def test_a_method_that_predicts_tasks_leaves_its_router_and_what_it_took_for_wha
         )
         with torch.no_grad():
             features = network.eval().backbone(batch.inputs)
-            predicted = router.sample_scores(features).argmax(1)
+            predicted = router.score_samples(features).argmax(1)
             answers = torch.stack(
                 [torch.tensor(c)[network.compute_logits(features, t).argmax(1)] for t, c in enumerate(spec.tasks)]
             )
@@ -172,7 +172,7 @@ def test_memories_are_counted_once_for_each_client(experiment_of: MakeExperiment
     result = experiment.run(tmp_path / "run")
     last = experiment.store.get(result["digests"]["state"])["memories"]
     assert len(last) == 4
-    assert result["bytes_kept"] == sum(experiment.store.path(digest).stat().st_size for digest in last.values())
+    assert result["bytes_kept"] == sum(experiment.store.find_path(digest).stat().st_size for digest in last.values())
 
 
 def test_settings_are_the_effective_ones(run: tuple[Path, dict[str, Any]]) -> None:

@@ -154,8 +154,8 @@ def test_predictions_have_a_column_for_each_class(
     server = Server.from_tree(last_state(run)["server"])
     inputs = next(run.method.run.batches.iterate_ordered(splits.select_test_rows(0), 5)).inputs
     with torch.inference_mode():
-        prediction = run.method.predictor(server)(inputs)
-    columns = run.method.columns(server)
+        prediction = run.method.make_predictor(server)(inputs)
+    columns = run.method.list_columns(server)
     assert prediction.logits.shape == (5, len(columns.labels))
     assert prediction.logits.isfinite().all()
 
@@ -169,7 +169,8 @@ def test_the_ledger_has_every_byte(toy: str, reference: Callable[[str, str], Exp
         assert ledger.filter(direction=way)["bytes"].sum() == result[f"bytes_{way}"] > 0
     memories = ledger.filter(direction="kept").group_by("client").agg(pl.col("bytes").last())
     assert dict(memories.filter(pl.col("bytes") > 0).iter_rows()) == {
-        int(client): run.store.path(digest).stat().st_size for client, digest in last_state(run)["memories"].items()
+        int(client): run.store.find_path(digest).stat().st_size
+        for client, digest in last_state(run)["memories"].items()
     }
 
 

@@ -57,7 +57,7 @@ class ByHand:
 
 def by_hand(method: Any, learned: int, scored: bool = False) -> ByHand:
     splits, random = method.run.splits, np.random.default_rng(learned)
-    columns = Columns.of(method.run.spec(max(learned, 1)), torch.device("cpu"))
+    columns = Columns.of(method.run.make_spec(max(learned, 1)), torch.device("cpu"))
     n = len(splits.images)
     scores = random.normal(size=(n, learned)) if scored and learned else None
     return ByHand(columns, random.normal(size=(n, len(columns.labels))), scores)
@@ -203,7 +203,7 @@ class ByTheCompanyItKeeps:
 
 def company(method: Any) -> ByTheCompanyItKeeps:
     manifest = pl.read_parquet(method.run.splits.folder / "manifest.parquet").sort("sample")
-    columns = Columns.of(method.run.spec(3), torch.device("cpu"))
+    columns = Columns.of(method.run.make_spec(3), torch.device("cpu"))
     return ByTheCompanyItKeeps(columns, manifest["task"].to_numpy(), manifest["label"].to_numpy(), [])
 
 

@@ -115,7 +115,7 @@ def test_asked_through_the_cohort_the_payload_is_made_of_what_the_question_is_ab
 class Chatty(FedAvg):
     """Sends a client's labels beside its update, and does not say so."""
 
-    def further_parts(self, training: Any, payload: Payload) -> dict[str, dict[str, Tensor]]:
+    def make_further_parts(self, training: Any, payload: Payload) -> dict[str, dict[str, Tensor]]:
         return {"labels": {"labels": torch.from_numpy(training.client.rows.labels)}}
 
 

@@ -81,7 +81,7 @@ def test_the_head_is_ridges_on_all_samples_so_far(
     experiment, folder = run_of("ridge", False)
     first, last = (trees.load(folder / "knowledge" / f"task-0{task}.safetensors")["sums"]["gram"] for task in range(2))
     weights = trees.load(folder / "model" / "weights.safetensors")
-    network = experiment.method.networks.load(experiment.method.run.spec(2), weights).eval()
+    network = experiment.method.networks.load(experiment.method.run.make_spec(2), weights).eval()
     rows = splits.select_rows(1, "train")
     (batch,) = experiment.method.run.batches.iterate_ordered(rows, len(rows))
     with torch.no_grad():
@@ -132,9 +132,9 @@ def test_while_a_task_is_learned_that_the_head_does_not_have_the_networks_own_an
 ) -> None:
     experiment, _ = run_of("ridge", False)
     method = experiment.method
-    server = method.start_task(method.setup(), 0)
-    assert method.fitted_head(server) is None
+    server = method.start_task(method.create_server(), 0)
+    assert method.find_head(server) is None
     inputs = torch.zeros(2, 1, 6, 6)
     with torch.no_grad():
         expected = method.networks.load(server.spec, server.weights).eval()(inputs)
-        torch.testing.assert_close(method.predictor(server)(inputs).logits, expected)
+        torch.testing.assert_close(method.make_predictor(server)(inputs).logits, expected)

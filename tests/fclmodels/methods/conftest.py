@@ -113,4 +113,4 @@ def mlp() -> SimpleNamespace:
         of_heads = [[weights[f"heads.{head}.{part}"].double().numpy() for part in ("weight", "bias")] for head in heads]
         return np.concatenate([h @ w.T + b for w, b in of_heads], axis=1)
 
-    return SimpleNamespace(features=features, logits=logits)
+    return SimpleNamespace(compute_features=features, compute_logits=logits)

@@ -30,13 +30,13 @@ class Layered(FedAvg):
     name = "layered"
     paper = "none"
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        width = self.networks.of(self.run.spec(1)).backbone.features
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        width = self.networks.of(self.run.make_spec(1)).backbone.features
         return [Auxiliary("layer", {"features": width}, build_layer, "averaged", self.run.params.optimizer)]
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         hidden = training.networks["layer"][0](training.network.backbone(batch.inputs))
-        return self.cross_entropy(training.network, hidden, batch.labels, training.client.task)
+        return self.compute_cross_entropy(training.network, hidden, batch.labels, training.client.task)
 
 
 def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ def test_without_replay_and_distillation_it_is_fedavg(
     server = federate(method)
     assert_equal(server.weights, plain.weights)
     assert_equal(server.networks["layer"], plain.networks["layer"])
-    assert method.payload(server).keys() == {"weights", "layer"}
+    assert method.make_payload(server).keys() == {"weights", "layer"}
     assert server.networks.keys() == {"layer"}
     assert server.knowledge == {}
     assert "labels" not in method.exchanges
@@ -78,7 +78,7 @@ def test_without_replay_and_distillation_it_is_fedavg(
 def test_without_replay_alone_the_last_model_has_no_flow(method_of: Callable, federate: Callable) -> None:
     method = method_of(AfFcl, replay=0)
     server = federate(method)
-    assert method.payload(server).keys() == {"weights", "layer", "anchor", "past-layer"}
+    assert method.make_payload(server).keys() == {"weights", "layer", "anchor", "past-layer"}
     assert method.obstacle_to_noise is None
 
 
@@ -89,7 +89,7 @@ def training(method_of: Callable, federate: Callable, client_of: Callable) -> Ca
     def make(*overrides: str, **settings: Any) -> tuple[LocalTraining, Server, Batch]:
         method = method_of(AfFcl, *overrides, **settings)
         server = method.start_task(federate(method, 1), 1)
-        made = method.prepare_training(client_of(method, 1, 1), method.payload(server))
+        made = method.prepare_training(client_of(method, 1, 1), method.make_payload(server))
         return made, server, next(method.run.batches.iterate_ordered(made.client.rows, 64))
 
     return make
@@ -102,7 +102,7 @@ def copy_of(training: LocalTraining) -> dict[str, dict[str, Tensor]]:
 
 def test_each_step_moves_its_own_network_alone(training: Callable) -> None:
     made, _, batch = training()
-    replay, before = made.part(FeatureReplay), copy_of(made)
+    replay, before = made.find_part(FeatureReplay), copy_of(made)
     features = made.network.backbone(batch.inputs).detach()
     replay.step_flow(features, batch.labels)
     flowed = copy_of(made)
@@ -124,7 +124,7 @@ def test_the_loss_is_the_sum_of_its_terms(training: Callable) -> None:
         made.network.backbone.fc3.bias += 0.1
         features = made.network.backbone(batch.inputs)
         earlier = made.method.networks  # the teacher has a cache of its own
-        loss = made.method.loss(made, batch)
+        loss = made.method.compute_loss(made, batch)
         logits = made.network.compute_logits(made.networks["layer"][0](features))
         cross = torch.nn.functional.cross_entropy(logits, batch.labels)
         before = earlier.load(server.spec, server.weights).backbone(batch.inputs)
@@ -138,7 +138,7 @@ def test_the_loss_is_the_sum_of_its_terms(training: Callable) -> None:
 
 def test_the_flows_loss_has_draws_of_earlier_classes(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, batch = training(memory=0.5)
-    replay, losses, calls = made.part(FeatureReplay), [], []
+    replay, losses, calls = made.find_part(FeatureReplay), [], []
     monkeypatch.setattr("fclmodels.methods.parts.feature_replay.descend", lambda _, loss: losses.append(loss.item()))
     draw = replay.last.flow.draw
     monkeypatch.setattr(
@@ -155,7 +155,7 @@ def test_the_flows_loss_has_draws_of_earlier_classes(training: Callable, monkeyp
 def test_draws_that_are_too_far_move_nothing(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw of ten times the longest features' length, or one that is no number, is left out."""
     made, _, batch = training()
-    replay, features = made.part(FeatureReplay), made.network.backbone(batch.inputs).detach()
+    replay, features = made.find_part(FeatureReplay), made.network.backbone(batch.inputs).detach()
     longest = features.norm(dim=1).max()
     lengths = torch.tensor([9.9, 10.1, math.nan, math.inf]).repeat(2) * longest
     far = torch.nn.functional.normalize(torch.ones(8, features.shape[1])) * lengths[:, None]
@@ -211,7 +211,7 @@ def test_a_stream_that_goes_on_adds_rows_to_the_flow(
     assert (len(old), len(rows)) == (4, 6)
     assert torch.equal(rows[:4], old)
     assert torch.equal(server.networks["flow"]["couplings.2.order"], before.networks["flow"]["couplings.2.order"])
-    answer = longer.train(client_of(longer, 0, 2), longer.payload(server))
+    answer = longer.train(client_of(longer, 0, 2), longer.make_payload(server))
     assert math.isfinite(answer.loss)
 
 
@@ -222,9 +222,9 @@ def test_served_models_answer_as_the_layer_says(
     policy = {"batch_norm": "batch"} if settings == ("model.backbone=resnet18",) else {}
     method = method_of(AfFcl, *settings, **policy)
     server = federate(method)
-    inputs = next(method.run.batches.iterate_ordered(method.rows(1, 1), 5)).inputs
+    inputs = next(method.run.batches.iterate_ordered(method.select_rows(1, 1), 5)).inputs
     with torch.no_grad():
-        logits = method.predictor(server)(inputs).logits
+        logits = method.make_predictor(server)(inputs).logits
         network = method.networks.load(server.spec, server.weights).eval()
         layer = server.networks["layer"]
         hidden = torch.nn.functional.leaky_relu(network.backbone(inputs) @ layer["weight"].T + layer["bias"])

@@ -79,12 +79,12 @@ def test_it_is_the_nearest_gradient_that_does_no_harm(seed: int, scale: float) -
 
 
 def second_task(method: Any) -> Server:
-    return method.start_task(method.start_task(method.setup(), 0), 1)
+    return method.start_task(method.start_task(method.create_server(), 0), 1)
 
 
 def opposed(method: Any, client_of: Callable) -> tuple[Client, Batch]:
     """Client 0 in the second task, which remembers the very images of it, but as the first task's classes."""
-    raw = method.run.batches.read_raw(method.rows(1, 0))
+    raw = method.run.batches.read_raw(method.select_rows(1, 0))
     raw = Batch(raw.inputs, 3 - raw.labels, torch.zeros_like(raw.tasks))
     return client_of(method, 0, 1, memory=pack_samples(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
@@ -105,7 +105,7 @@ def test_a_step_that_would_do_harm(
     server = second_task(method)
     client, old = opposed(method, client_of)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
 
     network = method.networks.load(server.spec, server.weights)
     if head == "growing":
@@ -130,9 +130,9 @@ def test_a_step_that_does_no_harm_is_fedavgs(method_of: Callable, client_of: Cal
     updates = []
     for kind in (Agem, FedAvg):
         method = method_of(kind, "federation.batch_size=8", "federation.local_epochs=5", "optimizer.momentum=0.9")
-        memory = pack_samples(method.run.batches.read_raw(method.rows(1, 0)))
+        memory = pack_samples(method.run.batches.read_raw(method.select_rows(1, 0)))
         client = client_of(method, 0, 1, memory=memory)
-        updates.append(method.train(client, method.payload(second_task(method))).tensors["update"])
+        updates.append(method.train(client, method.make_payload(second_task(method))).tensors["update"])
     assert all(torch.equal(updates[0][name], updates[1][name]) for name in updates[1])
 
 
@@ -142,7 +142,7 @@ def test_a_small_step_does_not_raise_the_loss_of_the_memory(method_of: Callable,
         method = method_of(kind, "federation.batch_size=64", "optimizer.lr=0.001")
         server = second_task(method)
         client, old = opposed(method, client_of)
-        update = method.train(client, method.payload(server)).tensors["update"]
+        update = method.train(client, method.make_payload(server)).tensors["update"]
         after = {name: w + update[name] / client.weight for name, w in server.weights.items()}
         before, now = (
             cross_entropy(method.networks.load(server.spec, weights)(old.inputs), old.labels).item()
@@ -157,11 +157,11 @@ def test_the_reference_moves_running_statistics_after_the_batch(method_of: Calla
     """Each by a tenth of the way to its own mean."""
     method = method_of(Agem, *ONE_STEP, "model.backbone=resnet18")
     server = second_task(method)
-    client = client_of(method, 0, 1, memory=pack_samples(method.run.batches.read_raw(method.rows(0, 0))))
-    moved = method.train(client, method.payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
+    client = client_of(method, 0, 1, memory=pack_samples(method.run.batches.read_raw(method.select_rows(0, 0))))
+    moved = method.train(client, method.make_payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
     network = method.networks.load(server.spec, server.weights)
     expected = before = server.weights["backbone.bn1.running_mean"]
     for task in (1, 0):
-        (batch,) = method.run.batches.iterate_ordered(method.rows(task, 0), 64)
+        (batch,) = method.run.batches.iterate_ordered(method.select_rows(task, 0), 64)
         expected = 0.9 * expected + 0.1 * network.backbone.conv1(batch.inputs).mean((0, 2, 3)).detach()
     assert_allclose(moved / client.weight, expected - before, atol=1e-6)

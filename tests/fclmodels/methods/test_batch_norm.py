@@ -20,10 +20,10 @@ UNEVEN = {(task, client): 3 + 4 * client for task in (0, 1) for client in range(
 
 
 def payload_of(method: FedAvg, task: int = 0) -> Payload:
-    server = method.setup()
+    server = method.create_server()
     for earlier in range(task + 1):
         server = method.start_task(server, earlier)
-    return method.payload(server)
+    return method.make_payload(server)
 
 
 def test_average_takes_the_weighted_mean_over_clients(
@@ -50,7 +50,7 @@ def test_the_count_of_batches_is_never_averaged(
     network = method.networks.load(server.spec, server.weights)
     assert list_counters(network)
     assert all(server.weights[name].item() == 0 for name in list_counters(network))
-    reply, memory = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.payload(server))
+    reply, memory = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.make_payload(server))
     assert not list_counters(network) & set(reply.parts["update"].tensors)
     assert not list_counters(network) & set(memory.get("personal", {}))
 
@@ -61,7 +61,7 @@ def test_local_statistics_stay_with_their_client(method_of: Callable, client_of:
     memories = {}
     for index in (0, 1):
         reply, memories[index] = method.exchanges[TRAIN].reply(client_of(method, index), payload)
-        network = method.networks.load(method.run.spec(1), payload["weights"].tensors)
+        network = method.networks.load(method.run.make_spec(1), payload["weights"].tensors)
         assert set(memories[index]["personal"]) == list_statistics(network)
         assert not list_statistics(network) & set(reply.parts["update"].tensors)
     assert not torch.equal(memories[0]["personal"][MEAN], memories[1]["personal"][MEAN])
@@ -91,11 +91,11 @@ def test_a_client_predicts_with_its_own_statistics(method_of: Callable, client_o
     memory = method.train(client_of(method, 0), payload).memory
     x = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        own = method.client_predictor(client_of(method, 0, memory=memory), payload)(x).logits
-        newcomer = method.client_predictor(client_of(method, 1), payload)(x).logits
-        network = method.networks.load(method.run.spec(1), payload["weights"].tensors | memory["personal"]).eval()
+        own = method.make_client_predictor(client_of(method, 0, memory=memory), payload)(x).logits
+        newcomer = method.make_client_predictor(client_of(method, 1), payload)(x).logits
+        network = method.networks.load(method.run.make_spec(1), payload["weights"].tensors | memory["personal"]).eval()
         torch.testing.assert_close(own, network(x))
-        network = method.networks.load(method.run.spec(1), payload["weights"].tensors).eval()
+        network = method.networks.load(method.run.make_spec(1), payload["weights"].tensors).eval()
         torch.testing.assert_close(newcomer, network(x))
     assert not torch.equal(own, newcomer)
 
@@ -128,7 +128,7 @@ def test_frozen_statistics_are_learnt_in_the_first_task_and_then_fixed(method_of
 
 def test_frozen_statistics_are_those_that_normalise_in_training(method_of: Callable, client_of: Callable) -> None:
     method = method_of(FedAvg, *RESNET, batch_norm="frozen")
-    network = method.networks.load(method.run.spec(2), payload_of(method, 1)["weights"].tensors)
+    network = method.networks.load(method.run.make_spec(2), payload_of(method, 1)["weights"].tensors)
     method.set_modes(network, 1)
     x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -28,14 +28,14 @@ def test_the_loss_against_numpy(
     ended = after_each_task(method)[1]
     ended = replace(ended, knowledge={**ended.knowledge, "correction": CORRECTION})
     server = method.start_task(ended, 2)
-    memory = method.select_exemplars(client_of(method, 1, 1), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1, 1), method.make_payload(ended)).memory
     client = client_of(method, 1, 2, memory=memory)
-    training = method.prepare_training(client, method.payload(server))
-    (batch,) = next(method.epochs(training))
+    training = method.prepare_training(client, method.make_payload(server))
+    (batch,) = next(method.yield_epochs(training))
     training.network.eval()
-    loss = float(method.loss(training, batch).detach())
+    loss = float(method.compute_loss(training, batch).detach())
 
-    z, old = (mlp.logits(weights, batch.inputs) for weights in (server.weights, ended.weights))
+    z, old = (mlp.compute_logits(weights, batch.inputs) for weights in (server.weights, ended.weights))
     old[:, 2:4] = 0.8 * old[:, 2:4] - 0.1
     distance = -(softmax(old / 3, axis=1) * log_softmax(z[:, :4] / 3, axis=1)).sum(1).mean()
     right = -log_softmax(z, axis=1)[np.arange(len(z)), batch.labels.numpy()].mean()
@@ -47,14 +47,14 @@ def test_what_is_held_out_is_balanced_the_same_in_each_round_and_not_trained_on(
 ) -> None:
     method = method_of(Bic, held_out=0.5, exemplars=8)
     ended = federate(method, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(ended)).memory
     rows, stored, held_out = method.hold_out(client_of(method, 1, 1, memory=memory))
     again = method.hold_out(client_of(method, 1, 1, round=1, memory=memory))[2]
     counts = held_out.labels.bincount().tolist()
     assert len({*counts}) == 1
     assert len(counts) == 4
     assert torch.equal(held_out.inputs, again.inputs)
-    everything = len(method.rows(1, 1)) + len(method.hold_out(client_of(method, 1, 0, memory=memory))[1].labels)
+    everything = len(method.select_rows(1, 1)) + len(method.hold_out(client_of(method, 1, 0, memory=memory))[1].labels)
     assert len(rows) + len(stored.labels) + len(held_out.labels) == everything
     trained = [image.flatten().tolist() for image in stored.inputs]
     assert not any(image.flatten().tolist() in trained for image in held_out.inputs[: sum(counts[:2])])
@@ -71,7 +71,7 @@ def test_the_server_averages_what_clients_fit_and_answers_with_it(
     def note(client: Any, payload: Any) -> Any:
         held_out = method.hold_out(client)[2]
         inputs = method.run.batches.prepare_inputs(held_out).inputs
-        logits = torch.from_numpy(mlp.logits(payload["weights"].tensors, inputs))
+        logits = torch.from_numpy(mlp.compute_logits(payload["weights"].tensors, inputs))
         fits[client.index] = (
             len(held_out.labels),
             *fit_correction(logits, held_out.labels, torch.tensor([2, 3]), 250, 0.01),
@@ -85,9 +85,9 @@ def test_the_server_averages_what_clients_fit_and_answers_with_it(
     correction = server.knowledge["correction"]
     assert [float(correction[name]) for name in ("scale", "shift")] == pytest.approx(expected, rel=1e-4)
     batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(1), 50))
-    z = mlp.logits(server.weights, batch.inputs)
+    z = mlp.compute_logits(server.weights, batch.inputs)
     z[:, 2:] = expected[0] * z[:, 2:] + expected[1]
-    answers = method.predictor(server)(batch.inputs).logits.detach()
+    answers = method.make_predictor(server)(batch.inputs).logits.detach()
     assert answers.numpy() == pytest.approx(z, rel=1e-3, abs=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_a_client_without_exemplars_says_next_to_nothing(
 ) -> None:
     method = method_of(Bic)
     server = method.start_task(federate(method, 1), 1)
-    answer = method.answer_fit(client_of(method, 1, 1), method.payload(server))
+    answer = method.answer_fit(client_of(method, 1, 1), method.make_payload(server))
     assert float(answer.tensors["weight"]["weight"]) == pytest.approx(1e-9)
     assert [float(x) for x in answer.tensors["correction"].values()] == [0, 0]
 

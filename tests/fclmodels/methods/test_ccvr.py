@@ -87,7 +87,7 @@ def test_all_tasks_classes_are_drawn_and_answered(
     probe = experiment_of(*VIT, *settings, method="linear-probe").run(tmp_path / "probe")
     assert result["metrics"]["task_agnostic"]["acc"] > probe["metrics"]["task_agnostic"]["acc"] + 0.2
     method = experiment.method
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     assert not any(name.startswith("backbone") for name in server.weights)
 
 

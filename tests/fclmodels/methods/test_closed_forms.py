@@ -126,7 +126,7 @@ def test_any_split_over_clients_gives_one_lambda_and_one_head(
 ) -> None:
     """At the defaults: the samples that are set apart are the same whoever has them."""
     method = method_of(Ridge, *VIT, splits=splits_of(noise=200, train=12))
-    server, rows = method.start_task(method.setup(), 0), method.run.splits.select_rows(0, "train")
+    server, rows = method.start_task(method.create_server(), 0), method.run.splits.select_rows(0, "train")
     heads = []
     for number in (1, clients):
         owners = np.random.default_rng(number).integers(0, number, len(rows))
@@ -189,9 +189,9 @@ def test_noise_covers_the_sums_and_one_release_a_task_is_counted(
 ) -> None:
     private = ("federation.weighting=uniform", "federation.privacy.noise_multiplier=0.01")
     method = method_of(Ridge, *VIT, *private, "federation.privacy.features=0.5", random_features=6)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     answer = method.head.answer(client_of(method, 0), {})
-    for part, outline in method.head.form(0, -1).items():
+    for part, outline in method.head.make_form(0, -1).items():
         length = np.hypot(*(float(answer.tensors[part][name].norm()) for name in ("gram", "cross")))
         assert 0.5 < length <= outline.bound
     assert server.knowledge == {}
@@ -231,10 +231,10 @@ def test_its_head_is_that_of_all_samples_on_the_first_tasks_features(
     features, labels = pool_features(method, network.backbone)
     phi = np.maximum(features @ server.knowledge["head"]["projection"].double().numpy(), 0)
     np.testing.assert_allclose(server.knowledge["head"]["weight"], solve_pooled(phi, labels, 0.1), atol=2e-3)
-    names = method.update_form(0, 0)["update"].tensors
+    names = method.make_update_form(0, 0)["update"].tensors
     assert any(name.startswith("backbone.prompts.") for name in names) == bool(overrides)
-    assert set(method.update_form(1, 0)) == {"weight"}
-    assert method.payload(server) == {}
+    assert set(method.make_update_form(1, 0)) == {"weight"}
+    assert method.make_payload(server) == {}
 
 
 def test_groups_of_worked_numbers() -> None:
@@ -273,8 +273,8 @@ def test_estimated_products_are_exact_where_groups_hold_one_sample_of_a_class(
     """Two samples of each class a client, by a draw of groups that keeps them apart; counts and sums always are."""
     method = method_of(Stsa, *VIT, splits=splits_of(train=2), statistics="estimated", **FIXED)
     exact = method_of(Stsa, *VIT, splits=method.run.splits, **FIXED)
-    server = method.start_task(method.setup(), 0)
-    payload = {"weights": FedAvg.payload(method, server)["weights"]}
+    server = method.start_task(method.create_server(), 0)
+    payload = {"weights": FedAvg.make_payload(method, server)["weights"]}
     replies = {}
     for kind in (method, exact):
         replies[kind] = Replies([0, 1], tmp_path / kind.settings.statistics)
@@ -284,14 +284,14 @@ def test_estimated_products_are_exact_where_groups_hold_one_sample_of_a_class(
     estimated, right = method.head.read_products(replies[method], name), exact.head.read_products(replies[exact], name)
     torch.testing.assert_close(estimated["cross"], right["cross"])
     torch.testing.assert_close(estimated["gram"], right["gram"])
-    assert len(method.head.form(0, -1)[name].tensors["weight"]) == GROUPS * 2
+    assert len(method.head.make_form(0, -1)[name].tensors["weight"]) == GROUPS * 2
 
 
 def test_the_releases_values_are_a_profile(method_of: Callable, federate: Callable) -> None:
     method = method_of(Stsa, *VIT, profile="release", random_features=30)
     server = federate(method, 1)
     assert (method.settings.ridge, method.settings.random_features, method.settings.cosine) == (1e6, 30, True)
-    head = method.fitted_head(server)
+    head = method.find_head(server)
     torch.testing.assert_close(head.weight.norm(dim=1), torch.ones(2))
     with pytest.raises(UserError, match=r"on a whole backbone its head is linear\. Set methods\.stsa\.cosine: false"):
         method_of(Stsa, profile="release")
@@ -317,8 +317,8 @@ def test_a_served_model_answers_by_the_fitted_head(experiment_of: Callable, tmp_
 def test_a_bottleneck_adds_to_its_perceptron(method_of: Callable) -> None:
     """0.1 (U relu(D h + d) + u) beside it, h before the norm; nothing at first."""
     method = method_of(Stsa, *VIT, bottleneck=3)
-    spec = method.run.spec(1)
-    network = build_network(spec, method.run.generator("init"))
+    spec = method.run.make_spec(1)
+    network = build_network(spec, method.run.make_generator("init"))
     backbone: Any = network.backbone
     x = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -45,7 +45,7 @@ def test_components_start_orthogonal_while_there_is_room() -> None:
 def test_prompts_join_keys_and_values_of_their_layers(vit_of: Callable) -> None:
     """The network by hand, a layer at a time, its first layer without prompts."""
     method = vit_of(CodaPrompt, prompt_layers=(1,))
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     adapted: Any = method.networks.load(server.spec, server.weights).backbone
     x = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_a_task_trains_its_components_and_earlier_ones_stay(
     assert len(first) == 3
     assert all(torch.equal(one[name], two[name]) for name in first)
     server = method.start_task(federate(method, 1), 1)
-    sent = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), method.payload(server))[0].parts["update"]
+    sent = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), method.make_payload(server))[0].parts["update"]
     assert {name for name in sent.tensors if "prompts" in name} == {f"backbone.prompts.1.{part}" for part in "PKA"}
     earlier, new = (server.weights[f"backbone.prompts.{task}.K"] for task in range(2))
     assert (earlier.shape, new.shape) == ((2, 2, 8), (2, 2, 8))
@@ -104,14 +104,14 @@ def test_its_loss_is_of_the_models_that_it_names(contrast: str, vit_of: Callable
     """Of the round's global model and earlier tasks, on a network that has moved by half."""
     method = vit_of(FedCPrompt, contrast=contrast, margin=9.0)
     plain = vit_of(CodaPrompt)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     client = client_of(method, 0, task=1)
-    training = method.prepare_training(client, method.payload(server))
+    training = method.prepare_training(client, method.make_payload(server))
     with torch.no_grad():
         training.parameters["backbone.prompts.1.P"].mul_(1.5)
-    batch = next(next(client.epochs()))
+    batch = next(next(client.yield_epochs()))
     of_plain = LocalTraining(plain, client, training.network, training.start)
-    gained = (method.loss(training, batch) - plain.loss(of_plain, batch)).item()
+    gained = (method.compute_loss(training, batch) - plain.compute_loss(of_plain, batch)).item()
     P = [server.weights[f"backbone.prompts.{task}.P"] for task in range(2)]
     if contrast == "prompts":
         right = max(0.0, float((0.5 * P[1]).norm() - (1.5 * P[1] - P[0]).norm() + 9))
@@ -119,7 +119,7 @@ def test_its_loss_is_of_the_models_that_it_names(contrast: str, vit_of: Callable
         with torch.no_grad():
             f = training.network.backbone(batch.inputs)
             start = plain.networks.load(server.spec, server.weights).backbone(batch.inputs)
-            before = method.start_task(method.setup(), 0)
+            before = method.start_task(method.create_server(), 0)
             last = plain.networks.load(before.spec, before.weights).backbone(batch.inputs)
             right = max(0.0, float(1000 * (f - start).square().sum() - 10 * (f - last).square().sum()) + 1)
     assert right > 0

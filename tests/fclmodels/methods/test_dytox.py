@@ -65,12 +65,12 @@ def test_a_clients_loss_in_the_second_task_against_numpy(
     method = dytox_of("federation.batch_size=64", temperature=2.0)
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
-    memory = method.select_exemplars(client_of(method, 1), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1), method.make_payload(ended)).memory
     client = client_of(method, 1, 1, memory=memory)
-    training = method.prepare_training(client, method.payload(server))
-    ((batch,),) = (list(epoch) for epoch in method.epochs(training))
+    training = method.prepare_training(client, method.make_payload(server))
+    ((batch,),) = (list(epoch) for epoch in method.yield_epochs(training))
     assert set(batch.tasks.tolist()) == {0, 1}
-    loss = method.loss(training, batch).item()
+    loss = method.compute_loss(training, batch).item()
 
     def logits_of(server: Server) -> tuple[np.ndarray, list[np.ndarray]]:
         network, tokens = method.networks.load(server.spec, server.weights).eval(), build_task_tokens(method.token_spec)
@@ -93,12 +93,12 @@ def test_a_clients_loss_in_the_second_task_against_numpy(
 
 def test_the_first_task_is_bce_alone(dytox_of: Callable, client_of: Callable) -> None:
     method = dytox_of("federation.batch_size=64")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0)
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
     with torch.no_grad():
-        logits = method.predictor(server)(batch.inputs).logits.double().numpy()
+        logits = method.make_predictor(server)(batch.inputs).logits.double().numpy()
     assert answer.loss == pytest.approx(bce(logits, batch.labels.numpy()), rel=1e-4)
     assert not answer.tensors["tokens-update"]["0.divergence.1.weight"].any()
 
@@ -126,10 +126,10 @@ def test_tuning_leaves_the_encoder(dytox_of: Callable, client_of: Callable, fede
     ended = federate(method, 1)
     server, memory = method.start_task(ended, 1), {}
     for task, of in ((0, ended), (1, server)):
-        memory = method.select_exemplars(client_of(method, 2, task, memory=memory), method.payload(of)).memory
+        memory = method.select_exemplars(client_of(method, 2, task, memory=memory), method.make_payload(of)).memory
     assert list_classes(unpack_samples(memory)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    answer = method.tune_on_exemplars(client_of(method, 2, 1, -2, memory=memory), method.payload(server))
-    form = method.tune_form(1, -2)["update"].tensors
+    answer = method.tune_on_exemplars(client_of(method, 2, 1, -2, memory=memory), method.make_payload(server))
+    form = method.make_tune_form(1, -2)["update"].tensors
     assert answer.tensors["update"].keys() == form.keys()
     assert not any("embed" in name or "layers" in name for name in form)
     assert answer.tensors["update"]["heads.0.weight"].any()
@@ -144,7 +144,9 @@ def test_tokens_of_first_tasks_do_not_depend_on_how_many_follow(dytox_of: Callab
     two, three = dytox_of(tasks=2), dytox_of(tasks=3)
     before, after = (method.auxiliaries.create_initial()["tokens"] for method in (two, three))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    grown = three.start_task(Server(two.setup().spec, two.setup().weights, 0, networks={"tokens": before}), 1)
+    grown = three.start_task(
+        Server(two.create_server().spec, two.create_server().weights, 0, networks={"tokens": before}), 1
+    )
     assert grown.networks["tokens"].keys() == grown.knowledge["anchor-tokens"].keys() == after.keys()
 
 
@@ -153,7 +155,7 @@ def test_an_earlier_state_answers_on_a_longer_stream(dytox_of: Callable, federat
     server = federate(two, 1)
     (batch,) = two.run.batches.iterate_ordered(two.run.splits.select_rows(0, "test"), 64)
     with torch.no_grad():
-        logits = [method.predictor(server)(batch.inputs).logits for method in (two, three)]
+        logits = [method.make_predictor(server)(batch.inputs).logits for method in (two, three)]
     assert torch.equal(*logits)
 
 
@@ -164,7 +166,7 @@ def test_old_classes_are_not_lost(dytox_of: Callable, federate: Callable) -> Non
     server = federate(method)
     (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_rows(0, "train"), 64)
     with torch.no_grad():
-        answers = method.predictor(server)(batch.inputs).logits.argmax(1)
+        answers = method.make_predictor(server)(batch.inputs).logits.argmax(1)
     assert (answers == batch.labels).double().mean() > 0.5
 
 

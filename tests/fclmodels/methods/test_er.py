@@ -22,7 +22,7 @@ ONE_STEP = ("federation.batch_size=64", "optimizer.lr=0.1")
 
 
 def third_task(method: Any) -> Server:
-    server = method.setup()
+    server = method.create_server()
     for task in range(3):
         server = method.start_task(server, task)
     return server
@@ -30,7 +30,7 @@ def third_task(method: Any) -> Server:
 
 def remembering(method: Any, client_of: Callable, sizes: tuple[int, ...] = (3, 2)) -> tuple[Client, Batch]:
     """Client 0 in the third task with so many samples of each earlier one in memory."""
-    rows = [method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)]
+    rows = [method.select_rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)]
     raw = method.run.batches.read_raw(Rows.concatenate(rows))
     return client_of(method, 0, 2, memory=pack_samples(raw)), method.run.batches.augment_raw(raw, torch.Generator())
 
@@ -57,7 +57,7 @@ def test_a_step_of_a_growing_head(
     server = third_task(method)
     client, old = remembering(method, client_of)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
 
     W, b = (server.weights[f"heads.0.{part}"].double().numpy() for part in ("weight", "bias"))
     gW, gb = np.zeros_like(W), np.zeros_like(b)
@@ -83,7 +83,7 @@ def test_a_step_of_heads_of_their_own(
     server = third_task(method)
     client, old = remembering(method, client_of)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     assert update.keys() == server.weights.keys()
     for task, (batch, count) in enumerate([(old, 5), (old, 5), (new, 8)]):
         mine = (batch.tasks == task).numpy()
@@ -102,7 +102,7 @@ def test_a_task_that_is_not_in_memory_keeps_its_head(
     method = method_of(Er, *ONE_STEP, "optimizer.weight_decay=0.1", splits=splits_of(tasks=3, head="per-task"))
     server = third_task(method)
     client, _ = remembering(method, client_of, (0, 4))
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     assert not update["heads.0.weight"].any()
     assert update["heads.1.weight"].any()
 
@@ -115,7 +115,7 @@ def test_the_backbone_goes_down_both_losses(
     server = third_task(method)
     client, old = remembering(method, client_of)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     network = method.networks.load(server.spec, server.weights)
     names, parameters = zip(*network.named_parameters(), strict=True)
     objective = sum(cross_entropy(network(batch.inputs), batch.labels) for batch in (new, old)) / 2
@@ -132,7 +132,7 @@ def test_the_loss_of_a_round_is_the_mean_of_both(
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
     network = method.networks.load(server.spec, server.weights)
     expected = sum(cross_entropy(network(batch.inputs), batch.labels).item() for batch in (new, old)) / 2
-    assert method.train(client, method.payload(server)).loss == pytest.approx(expected, rel=1e-5)
+    assert method.train(client, method.make_payload(server)).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_normalisation_sees_new_and_old_samples_as_one_batch(
@@ -143,7 +143,7 @@ def test_normalisation_sees_new_and_old_samples_as_one_batch(
     server = third_task(method)
     client, old = remembering(method, client_of)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    moved = method.train(client, method.payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
+    moved = method.train(client, method.make_payload(server)).tensors["statistics"]["backbone.bn1.running_mean"]
     network = method.networks.load(server.spec, server.weights)
     seen = network.backbone.conv1(torch.cat([new.inputs, old.inputs])).mean((0, 2, 3)).detach()
     assert_allclose(moved / client.weight, 0.1 * (seen - server.weights["backbone.bn1.running_mean"]), atol=1e-6)
@@ -154,8 +154,8 @@ def test_a_stored_sample_that_is_the_batchs_only_one_changes_nothing(
 ) -> None:
     """The mean of twice the same loss is FedAvg's loss."""
     method = method_of(Er, *ONE_STEP, splits=splits_of(train=1))
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0)
     memory = pack_samples(method.run.batches.read_raw(client.rows))
-    losses = [method.train(replace(client, memory=of), method.payload(server)).loss for of in ({}, memory)]
+    losses = [method.train(replace(client, memory=of), method.make_payload(server)).loss for of in ({}, memory)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -98,7 +98,7 @@ def test_over_all_random_signs_it_is_the_expectation_over_the_models_labels(
 ) -> None:
     """sum_c p_c (grad log p_c)^2, which the mean over all 2^C patterns of signs equals."""
     method = method_of(Ewc)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0)
     network, log_p, _ = log_likelihoods(method, server, client)
     expected = [squared(network, p[c]) for p in log_p for c in range(len(p))]
@@ -115,7 +115,7 @@ def test_over_all_random_signs_it_is_the_expectation_over_the_models_labels(
 
 def test_at_most_so_many_samples_are_looked_at(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Ewc, samples=3, labels="data")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     network, log_p, columns = log_likelihoods(method, server, client_of(method, 0))
     fisher = method.measure_fisher(client_of(method, 0), network)["heads.0.bias"]
     each = [squared(network, p[c])["heads.0.bias"] for p, c in zip(log_p, columns, strict=True)]
@@ -137,8 +137,8 @@ def test_the_gradient_is_autograds_of_the_penalised_objective(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
-    training = training_on(method, client, method.payload(server), network, server.weights)
-    batch = next(next(client.epochs()))
+    training = training_on(method, client, method.make_payload(server), network, server.weights)
+    batch = next(next(client.yield_epochs()))
     penalty = sum(
         (method.fishers[0, 1][name] * (w[: len(ended.weights[name])] - ended.weights[name]) ** 2).sum()
         for name, w in network.named_parameters()
@@ -146,8 +146,8 @@ def test_the_gradient_is_autograds_of_the_penalised_objective(
     objective = cross_entropy(network(batch.inputs), batch.labels) + lam / 2 * penalty
     expected = torch.autograd.grad(objective, list(network.parameters()))
     network.zero_grad()
-    method.loss(training, batch).backward()
-    method.gradient(training)
+    method.compute_loss(training, batch).backward()
+    method.change_gradients(training)
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
@@ -159,10 +159,10 @@ def test_one_step_by_hand(method_of: Callable, client_of: Callable, federate: Ca
     )
     server = method.start_task(federate(method, 1), 1)
     memory = method.memories[0, 0]
-    answer = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
+    answer = method.train(client_of(method, 0, 1, memory=memory), method.make_payload(server))
     assert answer.memory == memory
     network = method.networks.load(server.spec, server.weights)
-    for first_batch in client_of(method, 0, 1).epochs():
+    for first_batch in client_of(method, 0, 1).yield_epochs():
         (batch,) = first_batch
         gradients = torch.autograd.grad(cross_entropy(network(batch.inputs), batch.labels), list(network.parameters()))
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_a_stiffer_spring_leaves_important_weights_nearer(
     memory, stretches = first.memories[0, 0], []
     for lam in (0.0, 10.0, 100.0):
         method = method_of(Ewc, "federation.local_epochs=5", "optimizer.lr=0.01", **{"lambda": lam})
-        update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server)).tensors["update"]
+        update = method.train(client_of(method, 0, 1, memory=memory), method.make_payload(server)).tensors["update"]
         stretches.append(sum(float((F * update[name][: len(F)] ** 2).sum()) for name, F in memory["fisher"].items()))
     assert stretches == sorted(stretches, reverse=True)
     assert stretches[-1] < stretches[0] / 4

@@ -23,9 +23,9 @@ UNEVEN = {(0, 0): 6, (0, 1): 8, (1, 1): 5, (1, 2): 4}  # client 0 has the first 
 def test_a_clients_steps_by_hand(method_of: Callable, client_of: Callable) -> None:
     """One batch: a step of SGD of the critic, then Adam's first of the generator, by the gradient's sign."""
     method = method_of(FedCil, *ONE_STEP, **PLAIN, generator_lr=0.01)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 1)
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
 
     run, weight = method.run, client.weight
     network = method_of(FedCil, *ONE_STEP, **PLAIN).networks.load(server.spec, server.weights)
@@ -34,7 +34,7 @@ def test_a_clients_steps_by_hand(method_of: Callable, client_of: Callable) -> No
         for a in reversed(method.auxiliaries.auxiliaries)
     )
     generator.train()
-    (batch,) = run.batches.iterate_shuffled(client.rows, 64, client.generator("batches"))
+    (batch,) = run.batches.iterate_shuffled(client.rows, 64, client.make_generator("batches"))
     columns = torch.tensor([0, 1])
 
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +75,8 @@ def test_a_clients_steps_by_hand(method_of: Callable, client_of: Callable) -> No
 def test_without_consolidation_the_first_task_is_fedavg_of_an_ac_gan(method_of: Callable, client_of: Callable) -> None:
     """All three networks are the clients' weighted means."""
     method = method_of(FedCil, *ONE_STEP, **PLAIN)
-    server = method.start_task(method.setup(), 0)
-    payload, sums, total = method.payload(server), {}, 0.0
+    server = method.start_task(method.create_server(), 0)
+    payload, sums, total = method.make_payload(server), {}, 0.0
     assert payload.keys() == {"weights", "generator", "judge", "columns"}
     for index in range(4):
         reply, _ = method.exchanges[TRAIN].reply(client_of(method, index), payload)
@@ -97,19 +97,19 @@ def run_round(method: FedCil, server: Any) -> Any:
     from fclmodels.federation.client import Client
     from fclmodels.federation.engine.replies import Replies
 
-    clients = list(method.participants(server.task))
+    clients = list(method.list_participants(server.task))
     replies = Replies(clients, method.run.splits.folder / "spool")
     for index in clients:
-        client = Client(index, server.task, 0, method.run, method.rows(server.task, index), {})
-        replies.add(index, method.exchanges[TRAIN].reply(client, method.payload(server))[0])
+        client = Client(index, server.task, 0, method.run, method.select_rows(server.task, index), {})
+        replies.add(index, method.exchanges[TRAIN].reply(client, method.make_payload(server))[0])
     return method.aggregate(server, replies)
 
 
 def trainings(method: FedCil, server: Any, client_of: Callable, memories: dict[int, Any], round: int = 0) -> dict:
-    payload, made = method.payload(server), {}
-    for index in method.participants(server.task):
+    payload, made = method.make_payload(server), {}
+    for index in method.list_participants(server.task):
         client = replace(client_of(method, index, server.task, memory=memories.get(index)), round=round)
-        of = method.prepare_training(client, payload).part(GanTraining)
+        of = method.prepare_training(client, payload).find_part(GanTraining)
         made[index] = (of, None if of.past is None else of.past[1].tolist(), of.own.tolist())
     return made
 
@@ -119,7 +119,7 @@ def test_clients_replay_their_own_last_generator_or_the_global_one(
 ) -> None:
     method = method_of(FedCil, splits=splits_of(clients=3, train=UNEVEN), **SMALL, consolidation=1)
     server = federate(method, 1)
-    memory = method.train(client_of(method, 1), method.payload(server)).memory
+    memory = method.train(client_of(method, 1), method.make_payload(server)).memory
     started = method.start_task(server, 1)
     by_client = trainings(method, started, client_of, {1: memory})
     assert {index: sets for index, (_, *sets) in by_client.items()} == {1: [[0, 1], [0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}
@@ -128,7 +128,7 @@ def test_clients_replay_their_own_last_generator_or_the_global_one(
     assert all(of.server is not None for of, *_ in again.values())
     # The generator that it replays is that of the task before, also after a round of this one.
     client = client_of(method, 1, 1, memory=memory)
-    later = method.train(client, method.payload(started)).memory
+    later = method.train(client, method.make_payload(started)).memory
     assert later["generator"]["task"] == 1
     for name, tensor in memory["generator"]["state"].items():
         assert torch.equal(later["last"]["state"][name], tensor)
@@ -139,8 +139,8 @@ def test_the_server_draws_from_each_clients_own_generator(
 ) -> None:
     """Uploads are the clients' own, to rounding; earlier ones stay for a client that comes again."""
     method = method_of(FedCil, splits=splits_of(clients=3, train=UNEVEN), **SMALL, consolidation=1)
-    server = method.start_task(method.setup(), 0)
-    own = {index: method.train(client_of(method, index), method.payload(server)).memory for index in (0, 1)}
+    server = method.start_task(method.create_server(), 0)
+    own = {index: method.train(client_of(method, index), method.make_payload(server)).memory for index in (0, 1)}
     after = run_round(method, server)
     uploads = after.knowledge["uploads"]
     assert uploads.keys() == {"0", "1"}
@@ -158,11 +158,11 @@ def test_the_server_draws_from_each_clients_own_generator(
 
 def test_consolidation_moves_all_three_networks(method_of: Callable, splits_of: Callable) -> None:
     plain, method = (method_of(FedCil, **SMALL, consolidation=steps) for steps in (0, 2))
-    one, other = (run_round(m, m.start_task(m.setup(), 0)) for m in (plain, method))
+    one, other = (run_round(m, m.start_task(m.create_server(), 0)) for m in (plain, method))
     assert not torch.equal(one.weights["heads.0.weight"], other.weights["heads.0.weight"])
     for name in ("generator", "judge"):
         assert any(not torch.equal(t, other.networks[name][n]) for n, t in one.networks[name].items())
-    again = run_round(method, method.start_task(method.setup(), 0))
+    again = run_round(method, method.start_task(method.create_server(), 0))
     assert all(torch.equal(tensor, other.weights[name]) for name, tensor in again.weights.items())
 
 
@@ -170,7 +170,7 @@ def test_a_consolidation_that_diverges_is_refused(method_of: Callable, monkeypat
     method = method_of(FedCil, **SMALL, consolidation=2)
     measure = AcGan.measure_samples
     monkeypatch.setattr(AcGan, "measure_samples", lambda *args: measure(*args) * torch.nan)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     with pytest.raises(UserError, match=r"consolidation in round 1 diverged.* Lower methods.fed-cil.generator_lr"):
         run_round(method, server)
 
@@ -181,14 +181,14 @@ def test_a_stream_that_goes_on_adds_rows_to_all_generators(
     """Of the server, of the clients' that it has, and of a client's own."""
     short, longer = (method_of(FedCil, splits=splits_of(tasks=n), **SMALL, consolidation=1) for n in (2, 3))
     before = federate(short)
-    memory = short.train(client_of(short, 0, 1), short.payload(before)).memory
+    memory = short.train(client_of(short, 0, 1), short.make_payload(before)).memory
     server = longer.start_task(before, 2)
     states = [server.networks["generator"], *(of["state"] for of in server.knowledge["earlier"].values())]
     assert [len(state["of_class.weight"]) for state in states] == [6] * 5
     assert torch.equal(states[0]["of_class.weight"][:4], before.networks["generator"]["of_class.weight"])
-    assert longer.train(client_of(longer, 0, 2, memory=memory), longer.payload(server)).memory["columns"].tolist() == [
-        *range(2, 6)
-    ]
+    assert longer.train(client_of(longer, 0, 2, memory=memory), longer.make_payload(server)).memory[
+        "columns"
+    ].tolist() == [*range(2, 6)]
     after = run_round(longer, server)
     assert all(tensor.isfinite().all() for tensor in after.networks["generator"].values())
 
@@ -196,13 +196,13 @@ def test_a_stream_that_goes_on_adds_rows_to_all_generators(
 def test_what_the_server_stores_is_said(method_of: Callable) -> None:
     method = method_of(FedCil, **SMALL)
     size = sum(tensor.nbytes for tensor in method.auxiliaries.create_initial()["generator"].values())
-    assert f"two generators of each client, of {size:,} bytes" in method.advice()[0]
-    assert method_of(FedCil, **PLAIN).advice() == []
+    assert f"two generators of each client, of {size:,} bytes" in method.list_advice()[0]
+    assert method_of(FedCil, **PLAIN).list_advice() == []
 
 
 def test_a_late_clients_generator_is_averaged_and_not_drawn_from(method_of: Callable) -> None:
     method = method_of(FedCil, **SMALL, consolidation=1)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     later = replace(server, knowledge={**server.knowledge, "rounds": 1})  # the answers are of round 0
     assert run_round(method, later).knowledge["uploads"] == {}
     assert run_round(method, server).knowledge["uploads"].keys() == {"0", "1", "2", "3"}

@@ -69,8 +69,8 @@ def test_an_alignment_moves_the_backbone_towards_the_clients_own_means(
     method_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(FedAs, align_batch=64, align_lr=0.05)
-    server = method.start_task(method.setup(), 0)
-    payload = method.payload(server)
+    server = method.start_task(method.create_server(), 0)
+    payload = method.make_payload(server)
     assert not any(name.startswith("heads") for name in payload["weights"].tensors)
     memory = method.train(client_of(method, 1), payload).memory
     client = client_of(method, 1, 0, 1, memory=memory)

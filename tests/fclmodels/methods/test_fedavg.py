@@ -84,7 +84,7 @@ def test_two_rounds_are_those_of_a_bare_loop(
     """The second round shows that each client's optimiser starts anew."""
     splits = splits_of(train=UNEVEN)
     method = method_of(FedAvg, *FULL_BATCH, "federation.local_epochs=3", *overrides, splits=splits)
-    expected = method.setup().weights
+    expected = method.create_server().weights
     sizes = [UNEVEN[0, client] for client in range(4)]
     for _ in range(2):
         models = [trained(expected, *images(splits, 0, client), make, steps=3) for client in range(4)]
@@ -121,15 +121,15 @@ class Recorder(FedAvg):
 
     seen: list[float]
 
-    def loss(self, training: Any, batch: Batch) -> Tensor:
+    def compute_loss(self, training: Any, batch: Batch) -> Tensor:
         self.seen += batch.inputs.double().flatten(1).sum(1).tolist()
-        return super().loss(training, batch)
+        return super().compute_loss(training, batch)
 
 
 def test_batches_hold_every_sample_once_an_epoch(method_of: Callable, splits_of: Callable, client_of: Callable) -> None:
     """Each epoch in an order of its own, which is another in the next round and for another client."""
     method = method_of(Recorder, "federation.local_epochs=2", splits=splits_of(train=UNEVEN))
-    payload = method.payload(method.start_task(method.setup(), 0))
+    payload = method.make_payload(method.start_task(method.create_server(), 0))
     orders = []
     for index, number in ((3, 0), (3, 0), (3, 1), (2, 0)):
         method.seen = []
@@ -144,10 +144,10 @@ def test_batches_hold_every_sample_once_an_epoch(method_of: Callable, splits_of:
 
 def test_a_client_changes_neither_the_server_nor_what_it_was_sent(method_of: Callable, client_of: Callable) -> None:
     method = method_of(FedAvg, "optimizer.momentum=0.9")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     before = trees.digest(server.to_tree())
-    first = method.train(client_of(method, 1), method.payload(server)).tensors["update"]
-    again = method.train(client_of(method, 1), method.payload(server)).tensors["update"]
+    first = method.train(client_of(method, 1), method.make_payload(server)).tensors["update"]
+    again = method.train(client_of(method, 1), method.make_payload(server)).tensors["update"]
     assert trees.digest(server.to_tree()) == before
     assert trees.digest(first) == trees.digest(again)
 
@@ -195,23 +195,25 @@ def test_the_loss_is_over_all_seen_classes_or_over_the_tasks_own(
 ) -> None:
     """Told by the rows of the head that have a gradient."""
     method = method_of(FedAvg, f"model.loss_over={over}")
-    server = method.setup()
+    server = method.create_server()
     for earlier in range(task + 1):
         server = method.start_task(server, earlier)
     network = method.networks.load(server.spec, server.weights)
     client = client_of(method, 0, task)
     network.zero_grad()
-    method.loss(LocalTraining(method, client, network, server.weights), next(next(client.epochs()))).backward()
+    method.compute_loss(
+        LocalTraining(method, client, network, server.weights), next(next(client.yield_epochs()))
+    ).backward()
     assert (network.heads[0].weight.grad.abs().sum(1) > 0).tolist() == rows
 
 
 def test_the_loss_over_a_task_is_cross_entropy_of_its_own_columns(method_of: Callable, splits_of: Callable) -> None:
     method = method_of(FedAvg, "model.loss_over=task")
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     network = method.networks.load(server.spec, server.weights).eval()
     x, y = images(splits_of(), 1, 0)
     expected = F.cross_entropy(logits(server.weights, x)[:, 2:], y - 2)
-    torch.testing.assert_close(method.cross_entropy(network, network.backbone(x), y, 1), expected)
+    torch.testing.assert_close(method.compute_cross_entropy(network, network.backbone(x), y, 1), expected)
 
 
 def test_other_tasks_heads_do_not_travel_upwards(
@@ -219,7 +221,7 @@ def test_other_tasks_heads_do_not_travel_upwards(
 ) -> None:
     method = method_of(splits=splits_of(tasks=3, head="per-task"))
     server = method.start_task(federate(method, 1), 1)
-    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.payload(server))
+    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0, 1), method.make_payload(server))
     heads = {name for name in reply.parts["update"].tensors if name.startswith("heads.")}
     assert heads == {"heads.1.weight", "heads.1.bias"}
 

@@ -63,9 +63,12 @@ def test_the_consensus_is_the_mean_over_samples_of_what_clients_saw(
     """One batch a client, before any step: mu times the mean feature of the model that the seed draws."""
     method = method_of(FedDbe, *ONE_STEP, mu=0.3)
     first, last = after_each_task(method)
-    start = method.start_task(method.setup(), 0)
+    start = method.start_task(method.create_server(), 0)
     network = method.networks.load(start.spec, start.weights)
-    rows = [next(method.run.batches.iterate_ordered(method.rows(0, k), 64)).inputs for k in method.participants(0)]
+    rows = [
+        next(method.run.batches.iterate_ordered(method.select_rows(0, k), 64)).inputs
+        for k in method.list_participants(0)
+    ]
     with torch.no_grad():
         expected = 0.3 * network.backbone(torch.cat(rows)).mean(0)
     assert_allclose(first.knowledge["consensus"]["mean"], expected, atol=1e-6)
@@ -78,9 +81,9 @@ def test_the_training_for_the_consensus_has_the_first_rounds_rates(method_of: Ca
     settings = ("federation.local_epochs=2", "federation.batch_size=64", "optimizer.lr_decay=0.5")
     for more in ((), ("optimizer.lr_decay_epochs=1",)):
         method = method_of(FedDbe, *settings, *more)
-        server = method.start_task(method.setup(), 0)
+        server = method.start_task(method.create_server(), 0)
         sums = [
-            method.send_mean(client_of(method, 1, 0, number), method.payload(server)).tensors["means"]["sum"]
+            method.send_mean(client_of(method, 1, 0, number), method.make_payload(server)).tensors["means"]["sum"]
             for number in (-1001, 0)
         ]
         assert_allclose(*sums, rtol=1e-4, atol=1e-6)
@@ -95,22 +98,22 @@ def test_a_clients_vector_steps_beside_the_model_and_answers_for_it_alone(
         federate(method, 1),
         client_of(method, 1, memory={"shift": (p := torch.randn(method_features(method)))}),
     )
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     network = method.networks.load(server.spec, server.weights)
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
     vector = p.clone().requires_grad_(True)
-    method.cross_entropy(network, network.backbone(batch.inputs) + vector, batch.labels, 0).backward()
+    method.compute_cross_entropy(network, network.backbone(batch.inputs) + vector, batch.labels, 0).backward()
     memory = method.train(client, payload).memory
     assert_allclose(memory["shift"], p - 0.1 * vector.grad, atol=1e-6)
     with torch.inference_mode():
-        own = method.client_predictor(client, payload)(batch.inputs).logits
+        own = method.make_client_predictor(client, payload)(batch.inputs).logits
         network = method.networks.load(server.spec, server.weights).eval()
         assert_allclose(own, network.heads[0](network.backbone(batch.inputs) + p), atol=1e-6)
-        assert_allclose(method.predictor(server)(batch.inputs).logits, network(batch.inputs), atol=1e-6)
+        assert_allclose(method.make_predictor(server)(batch.inputs).logits, network(batch.inputs), atol=1e-6)
 
 
 def method_features(method: Any) -> int:
-    return method.networks.of(method.run.spec(1)).backbone.features
+    return method.networks.of(method.run.make_spec(1)).backbone.features
 
 
 def test_without_pull_and_vector_it_is_fedavg_to_the_bit(method_of: Callable, federate: Callable) -> None:

@@ -43,7 +43,7 @@ def test_a_clamp_lets_gradients_through() -> None:
 
 def test_facts_are_moments_of_what_enters_layers(method_of: Callable) -> None:
     method = method_of(FedL2pMeta)
-    network = method.networks.of(method.run.spec(1)).eval()
+    network = method.networks.of(method.run.make_spec(1)).eval()
     inputs = torch.randn(7, 1, 6, 6)
     facts = look_at(network, inputs.split(3))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_last_rounds_train_the_networks_alone(method_of: Callable, client_of
     plain = federate(method_of(FedAvg, "federation.rounds=4"), 1)
     server = federate(method, 1)
     assert all(torch.equal(server.weights[name], plain.weights[name]) for name in plain.weights)
-    start = method.setup().networks["steering"]
+    start = method.create_server().networks["steering"]
     assert any(not torch.equal(server.networks["steering"][name], tensor) for name, tensor in start.items())
 
 
@@ -69,8 +69,8 @@ def test_networks_with_norms_learn_how_to_mix_them(
     method_of: Callable, client_of: Callable, splits_of: Callable
 ) -> None:
     method = method_of(FedL2pMeta, *RESNET, steps=2, outer=1, lr=0.001)
-    server = method.start_task(method.setup(), 0)
-    answer = method.train(client_of(method, 1, 0, 1), method.payload(server))
+    server = method.start_task(method.create_server(), 0)
+    answer = method.train(client_of(method, 1, 0, 1), method.make_payload(server))
     moved = answer.tensors["steering-update"]
     assert any(name.startswith("for_norms") and tensor.any() for name, tensor in moved.items())
     assert any(name.startswith("for_rates") and tensor.any() for name, tensor in moved.items())
@@ -81,22 +81,22 @@ def test_without_mixing_and_with_one_rate_it_is_plain_fine_tuning(
     settings: tuple[str, ...], method_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(FedL2pMeta, *settings, "federation.batch_size=64", steps=2, lr=0.1)
-    server, client = method.start_task(method.setup(), 0), client_of(method, 1, 0, -1)
+    server, client = method.start_task(method.create_server(), 0), client_of(method, 1, 0, -1)
     state = {name: torch.zeros_like(t) for name, t in server.networks["steering"].items()}
     state["rates"] += 0.1
     state["for_rates.4.bias"] += 1
-    payload: dict[str, Any] = {**method.payload(server)}
+    payload: dict[str, Any] = {**method.make_payload(server)}
     payload["steering"] = payload["steering"].to("cpu")
     payload["steering"].tensors.update(state)
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
-    predict = method.client_predictor(client, payload)
+    predict = method.make_client_predictor(client, payload)
     inputs = torch.randn(4, 1, 6, 6)
     with torch.inference_mode():
         logits = predict(inputs).logits.clone()
     network = method.networks.load(server.spec, server.weights).eval().requires_grad_(True)
     for _ in range(2):
         network.zero_grad()
-        method.cross_entropy(network, network.backbone(batch.inputs), batch.labels, 0).backward()
+        method.compute_cross_entropy(network, network.backbone(batch.inputs), batch.labels, 0).backward()
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter -= 0.1 * parameter.grad

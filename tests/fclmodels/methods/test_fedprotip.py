@@ -307,8 +307,8 @@ def test_global_projection_takes_the_span_out_of_the_mean_only(
     method = method_of(FedProTIP, *MLP, **PAPER, threshold=0.4, projection="global")
     first, second = after_each_task(method)
     during = method.start_task(first, 1)
-    assert set(method.payload(during)) == {"weights"}
-    update = method.train(client_of(method, 0, 1), method.payload(during)).tensors["update"]
+    assert set(method.make_payload(during)) == {"weights"}
+    update = method.train(client_of(method, 0, 1), method.make_payload(during)).tensors["update"]
     for name, basis in first.knowledge["bases"].items():
         change = second.weights[f"{name}.weight"] - first.weights[f"{name}.weight"]
         assert float((change @ basis).norm()) < 1e-5 * float(first.weights[f"{name}.weight"].norm())
@@ -317,9 +317,9 @@ def test_global_projection_takes_the_span_out_of_the_mean_only(
 
 def test_bases_are_downloaded_with_the_weights(method_of: Callable, federate: Callable) -> None:
     method = method_of(FedProTIP, *MLP, **PAPER, threshold=0.4)
-    assert set(method.payload(method.start_task(method.setup(), 0))) == {"weights"}
+    assert set(method.make_payload(method.start_task(method.create_server(), 0))) == {"weights"}
     server = method.start_task(federate(method, 1), 1)
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     sent = {name for part in ("bases", "complements") if part in payload for name in payload[part].tensors}
     assert sent == set(server.knowledge["bases"])
     assert all(payload[part].once for part in ("bases", "complements") if part in payload)
@@ -341,7 +341,7 @@ def test_references_are_those_of_the_features_themselves(
     splits = splits_of(tasks=3, train=MISSING)
     method = method_of(Recording, *MLP, splits=splits, tip_later=later, tip_rank=4)
     servers = after_each_task(method)
-    router = method.router(servers[-1])
+    router = method.make_router(servers[-1])
     clients = servers[-1].knowledge["tip"]["clients"]
     assert clients == [0, 1, 2, 3]
     for client in clients:
@@ -454,9 +454,9 @@ def test_tasks_of_the_same_classes_get_a_head_each(
     server = federate(method)
     assert server.spec.head == head
     assert [f"heads.{task}.weight" in server.weights for task in range(2)] == [True, head == "per-task"]
-    owners = method.columns(server).owners.tolist()
+    owners = method.list_columns(server).owners.tolist()
     assert owners == ([0, 0, 1, 1] if head == "per-task" else [-1, -1])
-    assert method_of(FedProTIP).run.spec(2).head == "growing"  # where classes differ
+    assert method_of(FedProTIP).run.make_spec(2).head == "growing"  # where classes differ
 
 
 def test_the_mean_reference_is_the_mean_over_those_that_know_the_task(
@@ -464,7 +464,7 @@ def test_the_mean_reference_is_the_mean_over_those_that_know_the_task(
 ) -> None:
     splits = splits_of(tasks=3, train=MISSING)
     methods = [method_of(Recording, *MLP, splits=splits, tip_reference=kind) for kind in ("each", "mean")]
-    each, mean = (method.router(federate(method)) for method in methods)
+    each, mean = (method.make_router(federate(method)) for method in methods)
     assert each is not None
     assert mean is not None
     assert mean.references.shape == (1, 3, 3)
@@ -518,12 +518,12 @@ def test_predictions_carry_the_routers_scores(
     server = federate(method, tasks)
     rows = method.run.splits.select_test_rows(0)
     batch = next(method.run.batches.iterate_ordered(rows, 100))
-    prediction = method.predictor(server)(batch.inputs)
-    router, network = method.router(server), method.networks.load(server.spec, server.weights).eval()
+    prediction = method.make_predictor(server)(batch.inputs)
+    router, network = method.make_router(server), method.networks.load(server.spec, server.weights).eval()
     features = network.backbone(batch.inputs)
     assert prediction.task_scores.shape == (len(rows), tasks)
-    torch.testing.assert_close(prediction.task_scores, router.sample_scores(features))
-    torch.testing.assert_close(prediction.batch_scores, router.batch_scores(features))
+    torch.testing.assert_close(prediction.task_scores, router.score_samples(features))
+    torch.testing.assert_close(prediction.batch_scores, router.score_batch(features))
     torch.testing.assert_close(prediction.logits, network(batch.inputs))
 
 
@@ -532,11 +532,11 @@ def test_without_tip_nothing_of_it_is_asked_or_kept(method_of: Callable, federat
     method = method_of(Recording, *MLP, tip=False)
     server = federate(method)
     assert "tip" not in server.knowledge
-    assert method.router(server) is None
+    assert method.make_router(server) is None
     assert {question for question, *_ in method.answers} == {"bases"}
     assert all("features" not in sent_by(reply.parts) for *_, reply, _ in method.answers)
     batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 100))
-    assert method.predictor(server)(batch.inputs).task_scores is None
+    assert method.make_predictor(server)(batch.inputs).task_scores is None
     with_tip = federate(method_of(FedProTIP, *MLP))
     assert trees.digest(with_tip.weights) == trees.digest(server.weights)
 
@@ -545,7 +545,7 @@ def test_tip_tells_tasks_of_different_images_apart(
     method_of: Callable, federate: Callable, splits_of: Callable
 ) -> None:
     method = method_of(FedProTIP, *MLP, "federation.rounds=8", splits=splits_of(tasks=3, test=8), tip_rank=3)
-    predict = method.predictor(federate(method))
+    predict = method.make_predictor(federate(method))
     right = total = 0
     for task in range(3):
         batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(task), 100))

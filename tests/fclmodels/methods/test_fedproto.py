@@ -40,11 +40,11 @@ def test_prototypes_are_mean_features_on_the_clients_own_models(
     """Worked out from each client's update, in a task's only round; those of the first task stay in the second."""
     splits = splits_of(clients=3, train={(t, c): 3 + c + t for t in range(2) for c in range(3)})
     method = method_of(FedProto, "federation.rounds=1", splits=splits, mean=mean)
-    start = method.start_task(method.setup(), 0)
+    start = method.start_task(method.create_server(), 0)
     counts, sums = np.zeros(2), np.zeros((2, 12))
     for index in range(3):
         client = client_of(method, index)
-        training = method.prepare_training(client, method.payload(start))
+        training = method.prepare_training(client, method.make_payload(start))
         training.run()
         (batch,) = method.run.batches.iterate_ordered(client.rows, 100)
         with torch.no_grad():
@@ -64,16 +64,16 @@ def test_prototypes_are_mean_features_on_the_clients_own_models(
 def test_features_are_drawn_to_the_prototypes(method_of: Callable, client_of: Callable) -> None:
     """The loss of a batch is cross entropy plus lambda times the distance."""
     method = method_of(FedProto, **{"lambda": 3.0})
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0)
     training = LocalTraining(method, client, method.networks.load(server.spec, server.weights), server.weights)
-    batch = next(next(client.epochs()))
-    plain = method.loss(training, batch)
+    batch = next(next(client.yield_epochs()))
+    plain = method.compute_loss(training, batch)
     prototypes = Prototypes(torch.randn(2, 12, generator=torch.Generator().manual_seed(0)), torch.ones(2) > 0)
     training.add(prototypes)
-    features = training.features(batch)
+    features = training.compute_features(batch)
     right = plain + 3 * ((features - prototypes.means[batch.labels]) ** 2).mean()
-    torch.testing.assert_close(method.loss(training, batch), right)
+    torch.testing.assert_close(method.compute_loss(training, batch), right)
 
 
 @pytest.mark.parametrize("predicts", ["head", "prototype"])
@@ -93,7 +93,7 @@ def test_the_nearest_prototype_answers_where_it_is_asked_to(method_of: Callable,
     (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 100)
     with torch.no_grad():
         features = method.networks.load(server.spec, server.weights).eval().backbone(batch.inputs)
-        answers = method.predictor(server)(batch.inputs).logits.argmax(1)
+        answers = method.make_predictor(server)(batch.inputs).logits.argmax(1)
     assert torch.equal(answers, torch.cdist(features, means).argmin(1))
 
 
@@ -102,7 +102,9 @@ def test_noise_covers_prototypes(
 ) -> None:
     private = ("federation.weighting=uniform", "federation.privacy.noise_multiplier=0.01")
     method = method_of(FedProto, *private, "federation.privacy.features=0.1")
-    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+    reply, _ = method.exchanges[TRAIN].reply(
+        client_of(method, 0), method.make_payload(method.start_task(method.create_server(), 0))
+    )
     part = reply.parts["moments"]
     assert 0.5 < np.hypot(*(float(t.norm()) for t in part.tensors.values())) <= part.bound
     result = experiment_of(*private, method="fedproto").run(tmp_path / "run")

@@ -32,7 +32,7 @@ def test_the_gradient_is_autograds_of_the_proximal_objective(
     mu: float, method_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(FedProx, mu=mu)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 1)
     network = method.networks.load(server.spec, server.weights)
     random = torch.Generator().manual_seed(3)
@@ -40,7 +40,7 @@ def test_the_gradient_is_autograds_of_the_proximal_objective(
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
     training = LocalTraining(method, client, network, server.weights)
-    batch: Batch = next(next(client.epochs()))
+    batch: Batch = next(next(client.yield_epochs()))
     parameters = training.parameters
 
     network.zero_grad()
@@ -50,8 +50,8 @@ def test_the_gradient_is_autograds_of_the_proximal_objective(
     expected: list[Tensor] = list(torch.autograd.grad(objective, list(parameters.values())))
 
     network.zero_grad()
-    method.loss(training, batch).backward()
-    method.gradient(training)
+    method.compute_loss(training, batch).backward()
+    method.change_gradients(training)
     for parameter, gradient in zip(parameters.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
@@ -60,8 +60,8 @@ def test_a_larger_mu_keeps_clients_nearer(method_of: Callable, client_of: Callab
     distances = []
     for mu in (0.0, 0.1, 1.0, 5.0):
         method = method_of(FedProx, "federation.local_epochs=10", mu=mu)
-        server = method.start_task(method.setup(), 0)
-        answer = method.train(client_of(method, 0), method.payload(server))
+        server = method.start_task(method.create_server(), 0)
+        answer = method.train(client_of(method, 0), method.make_payload(server))
         distances.append(sum((u**2).sum().item() for u in answer.tensors["update"].values()))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4

@@ -34,8 +34,8 @@ def test_importance_sums_over_tasks_about_the_last_model(
     servers, memories, memory = after_each_task(method), [], {}
     for task in (0, 1):
         client = client_of(method, 1, task, round=-1, memory=memory)
-        alone = method.add_importance(client_of(method, 1, task, round=-1), method.payload(servers[task])).memory
-        memory = method.add_importance(client, method.payload(servers[task])).memory
+        alone = method.add_importance(client_of(method, 1, task, round=-1), method.make_payload(servers[task])).memory
+        memory = method.add_importance(client, method.make_payload(servers[task])).memory
         memories.append((alone, memory))
     (_, first), (alone, both) = memories
     for name, omega in both["importance"].items():
@@ -57,11 +57,11 @@ def test_a_step_descends_the_penalty_where_there_is_a_spring(
     settings = ("federation.rounds=1", "federation.batch_size=64", "optimizer.lr=0.1")
     method, plain = method_of(FedSsi, *settings, alpha=alpha), method_of(FedAvg, *settings)
     first, _ = after_each_task(method)
-    memory = method.add_importance(client_of(method, 1, 0, round=-1), method.payload(first)).memory
+    memory = method.add_importance(client_of(method, 1, 0, round=-1), method.make_payload(first)).memory
     server = method.start_task(first, 1)
     memory["centre"] = {name: centre - 0.5 for name, centre in memory["centre"].items()}
-    ours = method.train(client_of(method, 1, 1, memory=memory), method.payload(server)).tensors
-    theirs = plain.train(client_of(plain, 1, 1), plain.payload(server)).tensors
+    ours = method.train(client_of(method, 1, 1, memory=memory), method.make_payload(server)).tensors
+    theirs = plain.train(client_of(plain, 1, 1), plain.make_payload(server)).tensors
     weight = ours["weight"]["weight"].item()
     for name, omega in memory["importance"].items():
         own, plains = (server.weights[name] + update["update"][name] / weight for update in (ours, theirs))
@@ -73,9 +73,9 @@ def test_a_step_descends_the_penalty_where_there_is_a_spring(
 
 def test_a_surrogate_that_diverges_is_an_error_that_names_its_rate(method_of: Callable, client_of: Callable) -> None:
     method = method_of(FedSsi, surrogate_lr=1e6, **{"lambda": 1.0})
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     with pytest.raises(UserError, match=r"client 1's surrogate diverged .* Lower methods\.fedssi\.surrogate_lr"):
-        method.add_importance(client_of(method, 1, round=-1), method.payload(server))
+        method.add_importance(client_of(method, 1, round=-1), method.make_payload(server))
 
 
 @pytest.mark.parametrize(("settings", "tasks"), [({"alpha": 0}, None), ({}, 1)])

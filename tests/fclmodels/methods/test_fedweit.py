@@ -81,9 +81,9 @@ def test_a_client_sends_channels_and_gets_what_others_added(
 ) -> None:
     server = federate(method, 1)
     entries = server.knowledge["added"]
-    assert [(one["client"], one["task"]) for one in entries] == [(k, 0) for k in method.participants(0)]
+    assert [(one["client"], one["task"]) for one in entries] == [(k, 0) for k in method.list_participants(0)]
     later = method.start_task(server, 1)
-    own = method.own_payload(later, 1)
+    own = method.make_own_payload(later, 1)
     K = unpack_added(own)
     assert len(K) == len(entries) - 1
     assert own["added"].once
@@ -91,7 +91,7 @@ def test_a_client_sends_channels_and_gets_what_others_added(
     for part, tensors in zip(K, others, strict=True):
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in part.to_tensors().items())
         assert all((values.abs() > 0.01).all() for values in part.values.values())
-    payload = {**method.payload(later), **own}
+    payload = {**method.make_payload(later), **own}
     assert all(not name.startswith("heads") and "bias" not in name for name in payload["weights"].tensors)
     answer = method.train(client_of(method, 1, 1), payload)
     sent = Sparse.of_tensors(answer.tensors["base"])
@@ -103,17 +103,19 @@ def test_a_client_sends_channels_and_gets_what_others_added(
 def test_the_server_keeps_the_newest(method_of: Callable, federate: Callable) -> None:
     method = method_of(FedWeit, HEADS, borrow=3, l1=0.01)
     assert [one["task"] for one in federate(method).knowledge["added"]] == [1, 1, 1]
-    assert method.own_payload(method.setup(), 1) == {}
+    assert method.make_own_payload(method.create_server(), 1) == {}
 
 
 def test_a_tasks_theta_answers_for_its_head(method: Any, client_of: Callable, federate: Callable) -> None:
     server = federate(method, 1)
-    memory = method.train(client_of(method, 1), method.payload(method.start_task(method.setup(), 0))).memory
+    memory = method.train(
+        client_of(method, 1), method.make_payload(method.start_task(method.create_server(), 0))
+    ).memory
     present = memory["present"]
     client = client_of(method, 1, 0, memory=method.end_task(client_of(method, 1, memory=memory), {}).memory)
-    payload, inputs = method.payload(server), torch.randn(3, 1, 6, 6)
+    payload, inputs = method.make_payload(server), torch.randn(3, 1, 6, 6)
     with torch.inference_mode():
-        logits = method.client_predictor(client, payload)(inputs).logits
+        logits = method.make_client_predictor(client, payload)(inputs).logits
     B, own = server.weights, present["own"]
     theta = {
         name: B[name] * torch.sigmoid(mask).view(-1, *[1] * (B[name].ndim - 1))
@@ -128,15 +130,15 @@ def test_a_tasks_theta_answers_for_its_head(method: Any, client_of: Callable, fe
 def test_the_base_is_held_under_earlier_masks(method: Any, client_of: Callable, federate: Callable) -> None:
     """(B - B_start) / (1 + lr drift sum_i sigmoid(m_i)^2), which for no drift is B."""
     server = method.start_task(federate(method, 1), 1)
-    base = method.payload(server)["weights"].tensors
+    base = method.make_payload(server)["weights"].tensors
     masks = [{name: torch.randn(len(B)) for name, B in base.items()} for _ in range(2)]
     memory = {"tasks": {str(i): {"mask": mask} for i, mask in enumerate(masks)}}
-    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.payload(server))
-    of = training.part(Decomposition)
+    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.make_payload(server))
+    of = training.find_part(Decomposition)
     assert isinstance(of, Decomposition)
     with torch.no_grad():
         of.base[W] += 1
-    method.after(training)
+    method.finish_step(training)
     s = sum(torch.sigmoid(mask[W]) ** 2 for mask in masks)
     assert_allclose(of.base[W].detach() - base[W], (1 / (1 + 0.05 * 100 * s))[:, None].expand_as(base[W]), rtol=1e-4)
 

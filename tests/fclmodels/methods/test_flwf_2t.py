@@ -54,7 +54,7 @@ def test_a_clients_own_model_is_the_global_one_after_one_more_round_of_its_own(
     method, fedavg = method_of(Recording, *settings), method_of(FedAvg, *settings)
     server = federate(method, 1)
     for index in range(4):
-        tensors = fedavg.train(client_of(fedavg, index, 0, round=2), fedavg.payload(server)).tensors
+        tensors = fedavg.train(client_of(fedavg, index, 0, round=2), fedavg.make_payload(server)).tensors
         moved = {**tensors["update"], **(tensors["statistics"] if backbone != "mlp" else {})}
         model = method.memories[0, index]["model"]
         assert model.keys() == server.weights.keys()
@@ -67,10 +67,10 @@ def test_it_trains_that_model_with_the_tasks_teachers(method_of: Callable, feder
     methods = [method_of(Recording, "federation.rounds=1", alpha=alpha, beta=0.0) for alpha in (1.0, 0.2)]
     for method in methods:
         federate(method, 1)
-    payloads = [m.payload(m.start_task(federate(m, 1), 1)) for m in methods]
+    payloads = [m.make_payload(m.start_task(federate(m, 1), 1)) for m in methods]
     models = []
     for method, payload in zip(methods, payloads, strict=True):
-        client = Client(0, 1, -1, method.run, method.rows(1, 0), method.memories[0, 0])
+        client = Client(0, 1, -1, method.run, method.select_rows(1, 0), method.memories[0, 0])
         models.append(method.keep_own_model(client, payload).memory["model"])
     assert trees.digest(models[0]) != trees.digest(models[1])
 
@@ -85,11 +85,11 @@ def test_the_loss_and_the_step_of_two_teachers_by_hand(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 1, 1, memory=method.memories[0, 1])
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
     assert answer.memory is client.memory
 
     network = NetworkCache(method.run.device, method.prepare_network).load(server.spec, server.weights)
-    for (batch,) in client.epochs():
+    for (batch,) in client.yield_epochs():
         with torch.no_grad():
             own = logits_of(method, ended, method.memories[0, 1]["model"], batch.inputs)
             of_server = logits_of(
@@ -120,7 +120,7 @@ def test_clients_that_join_late_or_miss_a_task(
     """
     method = method_of(Recording, splits=splits_of(tasks=3, train=MISSING), alpha=0.2, beta=0.3)
     ended = after_each_task(method)[1]
-    payload = method.payload(method.start_task(ended, 2))
+    payload = method.make_payload(method.start_task(ended, 2))
     assert method.memories.keys() == MISSING.keys()
     for index, memory, rows in (
         (1, method.memories[0, 1], [4, 2]),
@@ -129,11 +129,11 @@ def test_clients_that_join_late_or_miss_a_task(
         (3, method.memories[1, 3], [4, 4]),
     ):
         training = method.prepare_training(client_of(method, index, 2, memory=memory), payload)
-        teachers = training.part(Teachers)
+        teachers = training.find_part(Teachers)
         assert [len(weight) for teacher in teachers for weight, _ in teacher.heads] == rows
         assert [teacher.loss_weight for teacher in teachers] == pytest.approx([0.5, 0.3] if len(rows) == 2 else [0.8])
-        inputs = next(next(client_of(method, index, 2).epochs())).inputs
-        (answer,) = teachers[0].logits(inputs)
+        inputs = next(next(client_of(method, index, 2).yield_epochs())).inputs
+        (answer,) = teachers[0].compute_logits(inputs)
         torch.testing.assert_close(answer, logits_of(method, ended, ended.weights, inputs))
         training.run()
 
@@ -143,10 +143,10 @@ def test_old_heads_of_a_client_that_missed_their_task_move_for_the_servers_sake(
 ) -> None:
     splits = splits_of(tasks=3, train=MISSING, head="per-task")
     method = method_of(Recording, splits=splits)
-    payload = method.payload(method.start_task(after_each_task(method)[1], 2))
+    payload = method.make_payload(method.start_task(after_each_task(method)[1], 2))
     client = client_of(method, 1, 2, memory=method.memories[0, 1])
     training = method.prepare_training(client, payload)
-    assert [len(teacher.heads) for teacher in training.part(Teachers)] == [2, 1]
+    assert [len(teacher.heads) for teacher in training.find_part(Teachers)] == [2, 1]
     update = method.train(client, payload).tensors["update"]
     assert all(update[f"heads.{head}.weight"].any() for head in range(3))
 
@@ -163,7 +163,7 @@ def test_without_weights_and_in_the_first_task_it_is_fedavg_to_the_bit(
 
 def test_the_rounds_own_model_as_teacher_needs_no_further_download(method_of: Callable, federate: Callable) -> None:
     method = method_of(Flwf2T, server="current")
-    assert method.payload(method.start_task(federate(method, 1), 1)).keys() == {"weights"}
+    assert method.make_payload(method.start_task(federate(method, 1), 1)).keys() == {"weights"}
 
 
 def test_the_servers_model_travels_once_a_task(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def moved_within(layer: Any, before: Server, after: Server) -> float:
 
 def trained(method: Any, server: Server, client_of: Callable, spool: Path) -> Replies:
     """The replies of all clients to one round."""
-    replies = Replies(method.participants(server.task), spool)
+    replies = Replies(method.list_participants(server.task), spool)
     for client in replies.clients:
-        reply, _ = method.exchanges[TRAIN].reply(client_of(method, client, server.task), method.payload(server))
+        reply, _ = method.exchanges[TRAIN].reply(client_of(method, client, server.task), method.make_payload(server))
         replies.add(client, reply)
     return replies
 
@@ -103,7 +103,7 @@ def test_over_whole_tasks_what_layers_make_of_the_span_does_not_move(
     method, plain = method_of(Fot, *overrides, splits=splits, **FIXED), method_of(FedAvg, *overrides, splits=splits)
     first, second, third = (federate(method, tasks) for tasks in (1, 2, 3))
     fedavg = federate(plain, 2)
-    layers = method.subspace.layers(method.networks.load(first.spec, first.weights))
+    layers = method.subspace.list_layers(method.networks.load(first.spec, first.weights))
     for layer in layers.values():
         assert moved_within(layer, first, second) < 1e-6
         assert moved_within(layer, first, third) < 1e-6
@@ -114,7 +114,7 @@ def test_over_whole_tasks_what_layers_make_of_the_span_does_not_move(
 def test_in_double_precision_nothing_leaks_over_many_rounds(method_of: Callable) -> None:
     """By the basis itself, and by its complement where that is narrower."""
     method, random = method_of(Fot), torch.Generator().manual_seed(0)
-    server = method.setup()
+    server = method.create_server()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_in_double_precision_nothing_leaks_over_many_rounds(method_of: Callable)
     start = {f"{layer}.weight": server.weights[f"{layer}.weight"].double() for layer in LAYERS}
     end = dict(start)
     for _ in range(50):
-        steps = method.admissible(server, {name: 0.1 * normal(*weight.shape) for name, weight in start.items()})
+        steps = method.admit_changes(server, {name: 0.1 * normal(*weight.shape) for name, weight in start.items()})
         end = {name: weight + steps[name] for name, weight in end.items()}
     for layer, basis in bases.items():
         name = f"{layer}.weight"
@@ -148,7 +148,7 @@ def test_a_first_layer_frozen_after_the_first_task_takes_no_part(
     assert set(second.knowledge["bases"]) == {"backbone.fc2", "backbone.fc3"}
     moved = [not torch.equal(a.weights[FC1], b.weights[FC1]) for a, b in ((start, first), (first, second))]
     assert moved == [True, False]
-    reply, _ = method.gpse.reply(client_of(method, 0), method.gpse_payload(first))
+    reply, _ = method.gpse.reply(client_of(method, 0), method.make_gpse_payload(first))
     assert set(reply.parts["sketch"].tensors) == set(LAYERS[1:])
 
 
@@ -164,7 +164,7 @@ def test_half_of_the_layers_with_the_rest_frozen_or_trained(
     first, second = federate(method, 1), federate(method, 2)
     assert set(second.knowledge["bases"]) == {f"backbone.{block}" for block in protect}
     assert torch.equal(first.weights[f"backbone.{rest}.weight"], second.weights[f"backbone.{rest}.weight"]) == frozen
-    for layer in method.subspace.layers(method.networks.load(first.spec, first.weights)).values():
+    for layer in method.subspace.list_layers(method.networks.load(first.spec, first.weights)).values():
         assert moved_within(layer, first, second) < 1e-6
         assert not torch.equal(first.weights[layer.weight], second.weights[layer.weight])
 
@@ -185,14 +185,14 @@ def test_blocks_of_which_none_is_left_to_protect_are_refused(
     method = method_of(Fot, "model.freeze=[fc1]", protect=(protect,), head=head)
     if refused:
         with pytest.raises(UserError, match=r"^methods\.fot\.protect: none of these blocks .*model\.freeze.*$"):
-            method.setup()
+            method.create_server()
     else:
-        assert method.setup().knowledge["bases"]
+        assert method.create_server().knowledge["bases"]
 
 
 def test_a_block_that_the_backbone_does_not_have_is_refused(method_of: Callable) -> None:
     with pytest.raises(UserError) as error:
-        method_of(Fot, protect=("fc1", "fc4")).setup()
+        method_of(Fot, protect=("fc1", "fc4")).create_server()
     assert str(error.value).startswith("methods.fot.protect: fc4 is not a block")
     assert "fc3" in str(error.value)
     assert "\n" not in str(error.value)
@@ -224,7 +224,7 @@ def test_the_head_is_protected_where_tasks_share_its_rows(
 def test_heads_of_one_task_each_have_nothing_to_protect(method_of: Callable, splits_of: Callable) -> None:
     method = method_of(Fot, splits=splits_of(head="per-task"), head="protected")
     with pytest.raises(UserError, match=r"methods\.fot\.head: protected needs a head that tasks share"):
-        method.setup()
+        method.create_server()
 
 
 @pytest.mark.parametrize(("lacking", "protected"), [(1, True), (0, False)])
@@ -236,4 +236,4 @@ def test_a_domain_may_lack_a_class_that_an_earlier_one_has(
     tasks = list(splits.tasks)
     tasks[lacking] = replace(tasks[lacking], classes=(0,))
     splits.tasks = tuple(tasks)
-    assert ("heads.0" in method_of(Fot, splits=splits).setup().knowledge["bases"]) == protected
+    assert ("heads.0" in method_of(Fot, splits=splits).create_server().knowledge["bases"]) == protected

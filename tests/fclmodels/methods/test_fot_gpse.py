@@ -74,10 +74,10 @@ def test_even_a_threshold_of_1_does_not_take_rounding_for_a_direction(
     """A basis that covers all that is seen leaves a residual of rounding alone."""
     splits = splits_of(train=3)
     method = method_of(Fot, splits=splits, threshold=1.0, rank_rule=rule)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     seen = inputs(server.weights, splits, 0, (0, 1, 2, 3))
     covering = {layer: torch.from_numpy(scipy.linalg.orth(X)).float() for layer, X in seen.items()}
-    payload = {**method.gpse_payload(server), "bases": Part("basis", covering)}
+    payload = {**method.make_gpse_payload(server), "bases": Part("basis", covering)}
     answers = [method.answer_gpse(client_of(method, k), payload).tensors for k in range(4)]
     sums = {p: {layer: sum(of[p][layer] for of in answers) for layer in LAYERS} for p in ("sketch", "energy")}
     for layer, sketch in sums["sketch"].items():
@@ -137,9 +137,9 @@ def test_the_threshold_rises_with_each_task(method_of: Callable, splits_of: Call
     """As in Table 9, and never above 1."""
     cifar = method_of(Fot, threshold=0.87, threshold_step=0.001, **FIXED)
     table = [0.87, 0.871, 0.872, 0.873, 0.874, 0.875, 0.876, 0.877, 0.878, 0.879]
-    assert [cifar.subspace.threshold(task) for task in range(10)] == pytest.approx(table)
+    assert [cifar.subspace.find_threshold(task) for task in range(10)] == pytest.approx(table)
     steep = method_of(Fot, threshold=0.87, threshold_step=0.1, **FIXED)
-    assert [steep.subspace.threshold(task) for task in (1, 2, 3)] == pytest.approx([0.97, 1, 1])
+    assert [steep.subspace.find_threshold(task) for task in (1, 2, 3)] == pytest.approx([0.97, 1, 1])
     flat = method_of(Fot, threshold=0.87, threshold_step=0.0, **FIXED)
     one, two = (federate(method).knowledge["ranks"]["backbone.fc1"] for method in (flat, steep))
     assert one[0] == two[0]
@@ -151,8 +151,8 @@ def test_sketches_are_as_wide_as_is_set_for_the_kind_of_layer(
 ) -> None:
     splits = splits_of(shape=(1, 8, 8))
     method = method_of(Fot, "model.backbone=cnn", splits=splits, sketch_conv=2.0, sketch_linear=0.001)
-    server = method.start_task(method.setup(), 0)
-    reply, _ = method.gpse.reply(client_of(method, 1), method.gpse_payload(server))
+    server = method.start_task(method.create_server(), 0)
+    reply, _ = method.gpse.reply(client_of(method, 1), method.make_gpse_payload(server))
     assert {name: tuple(sketch.shape) for name, sketch in reply.parts["sketch"].tensors.items()} == {
         "backbone.conv1": (9, 18),
         "backbone.conv2": (18, 36),
@@ -202,7 +202,7 @@ def test_the_releases_extraction_comes_with_the_last_round(
     assert set(ledger["round"]) == {0, 1, 2}
     up = ledger.filter(pl.col("part") == "sketch")
     method = experiment.method
-    servers = [Server(method.run.spec(task + 1), {}, task) for task in range(3)]
+    servers = [Server(method.run.make_spec(task + 1), {}, task) for task in range(3)]
     last = {(server.task, client, 2) for server in servers for client in sample_clients(method, server, 2)}
     assert set(up.select("task", "client", "round").rows()) == last
     assert set(ledger.filter(pl.col("direction") == "up")["least"]) == {"sum"}
@@ -214,8 +214,8 @@ def test_in_the_release_a_client_sketches_what_its_own_model_sees(
     method_of: Callable, splits_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(Fot, "federation.rounds=1", "optimizer.lr=0.5", splits=splits_of(train=3), gpse="local")
-    server = method.start_task(method.setup(), 0)
-    tensors = method.train(client_of(method, 2), method.payload(server)).tensors
+    server = method.start_task(method.create_server(), 0)
+    tensors = method.train(client_of(method, 2), method.make_payload(server)).tensors
     own = {name: weight + tensors["update"][name] / 3 for name, weight in server.weights.items()}
     for weights, inside in ((own, True), (server.weights, False)):
         X = inputs(weights, splits_of(train=3), 0, (2,))["backbone.fc3"]
@@ -234,9 +234,9 @@ def test_a_client_with_running_statistics_of_its_own_sketches_what_its_own_model
     method = method_of(
         Fot, "model.backbone=resnet18", "model.width=2", splits=splits_of(train=3), batch_norm="local", samples=None
     )
-    server = method.start_task(method.setup(), 0)
-    payload, newcomer = method.gpse_payload(server), client_of(method, 2)
-    memory = method.train(newcomer, method.payload(server)).memory
+    server = method.start_task(method.create_server(), 0)
+    payload, newcomer = method.make_gpse_payload(server), client_of(method, 2)
+    memory = method.train(newcomer, method.make_payload(server)).memory
     with_statistics = {**payload, "weights": Part("weights", {**server.weights, **memory["personal"]})}
 
     def energy(client: Client, payload: Payload) -> Tensor:

@@ -25,7 +25,7 @@ Z = "federation.privacy.noise_multiplier"
 
 
 def ask(method: Any, server: Server, client: Client) -> Reply:
-    reply = method.gpse.reply(client, method.gpse_payload(server))[0]
+    reply = method.gpse.reply(client, method.make_gpse_payload(server))[0]
     return add_noise(reply, method, client, 4) if method.is_private else reply
 
 
@@ -41,7 +41,7 @@ def norm(tensor: Tensor) -> float:
 def test_a_client_sends_its_clipped_sketches_and_shares(clip: float, method_of: Callable, client_of: Callable) -> None:
     """With so little noise that the rest can be seen: clipped sketches have the norm sketch_clip, others their own."""
     plain, private = method_of(Fot), method_of(Fot, f"{Z}=1e-9", UNIFORM, sketch_clip=clip)
-    server = plain.start_task(plain.setup(), 0)
+    server = plain.start_task(plain.create_server(), 0)
     for index in range(4):
         before, after = (ask(method, server, client_of(method, index)).parts for method in (plain, private))
         for layer, sketch in before["sketch"].tensors.items():
@@ -62,7 +62,7 @@ def test_the_noise_of_all_clients_together_is_what_six_releases_compose_to(
         quiet, loud = (
             method_of(Fot, f"{Z}={n}", UNIFORM, splits=splits, seed=seed, sketch_clip=clip) for n in (1e-9, z)
         )
-        server = quiet.start_task(quiet.setup(), 0)
+        server = quiet.start_task(quiet.create_server(), 0)
         without, with_noise = ([ask(m, server, client_of(m, k)) for k in range(4)] for m in (quiet, loud))
         for part, seen in (("sketch", noises), ("share", shares)):
             both = total(with_noise, part), total(without, part)

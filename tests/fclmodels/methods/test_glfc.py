@@ -31,12 +31,12 @@ def train_second_task(
 ) -> tuple[Server, Any, Any, torch.Tensor]:
     """The server in the second task, a client's training there, its first batch and the loss of that."""
     server = method.start_task(ended, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(ended)).memory
     client = client_of(method, 1, 1, round, memory=memory)
-    training = method.prepare_training(client, method.payload(server))
-    batch = next(next(method.epochs(training)))
+    training = method.prepare_training(client, method.make_payload(server))
+    batch = next(next(method.yield_epochs(training)))
     training.network.eval()
-    return server, training, batch, method.loss(training, batch)
+    return server, training, batch, method.compute_loss(training, batch)
 
 
 def bce(z: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_the_loss_against_numpy(
     method = method_of(kind, "federation.batch_size=32", proxy=False, exemplars=4)
     ended = federate(method, 1)
     server, _, batch, loss = train_second_task(method, ended, client_of)
-    z, teacher = (mlp.logits(weights, batch.inputs) for weights in (server.weights, ended.weights))
+    z, teacher = (mlp.compute_logits(weights, batch.inputs) for weights in (server.weights, ended.weights))
     labels, tasks = batch.labels.numpy(), batch.tasks.numpy()
     targets = np.eye(4)[labels]
     g = 1 - expit(z[np.arange(len(z)), labels])
@@ -75,12 +75,12 @@ def test_in_the_first_task_there_are_labels_alone(
 ) -> None:
     """With a weight of 1, as the release has it."""
     method = method_of(kind, proxy=False)
-    server = method.start_task(method.setup(), 0)
-    training = method.prepare_training(client_of(method, 0), method.payload(server))
-    batch = next(next(method.epochs(training)))
-    z, labels = mlp.logits(server.weights, batch.inputs), batch.labels.numpy()
+    server = method.start_task(method.create_server(), 0)
+    training = method.prepare_training(client_of(method, 0), method.make_payload(server))
+    batch = next(next(method.yield_epochs(training)))
+    z, labels = mlp.compute_logits(server.weights, batch.inputs), batch.labels.numpy()
     expected = bce(z, np.eye(2)[labels]).mean()
-    assert float(method.loss(training, batch).detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(method.compute_loss(training, batch).detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_server_rebuilds_what_clients_moved(
@@ -92,11 +92,11 @@ def test_the_server_rebuilds_what_clients_moved(
     )
     proxy = federate(method, 1).knowledge["proxy"]
     assert proxy["labels"].tolist() == [0, 1]
-    begun = method.start_task(method.setup(), 0)
-    training = method.prepare_training(client_of(method, 0), method.payload(begun))
+    begun = method.start_task(method.create_server(), 0)
+    training = method.prepare_training(client_of(method, 0), method.make_payload(begun))
     training.run()
     network = training.network.eval()
-    samples = method.run.batches.prepare_inputs(method.run.batches.read_raw(method.rows(0, 0)))
+    samples = method.run.batches.prepare_inputs(method.run.batches.read_raw(method.select_rows(0, 0)))
     with torch.no_grad():
         features = torch.nn.functional.normalize(network.backbone(samples.inputs))
     for label in (0, 1):
@@ -137,7 +137,7 @@ def test_the_score_is_the_share_of_images_answered_right(method_of: Callable, fe
     server = federate(method)
     proxy = server.knowledge["proxy"]
     assert len(proxy["labels"]) == 4 * 2 * 2  # clients, classes, iterates
-    right = mlp.logits(server.weights, proxy["inputs"]).argmax(1) == proxy["labels"].numpy()
+    right = mlp.compute_logits(server.weights, proxy["inputs"]).argmax(1) == proxy["labels"].numpy()
     assert method.judge(server) == pytest.approx(right.mean())
 
 
@@ -177,13 +177,13 @@ def test_who_does_not_notice_a_task_sends_nothing_and_loses_the_last_ones_exempl
     ended = federate(method, 1)
     assert "proxy" not in ended.knowledge  # two classes: no entropy is above ln 2
     server = method.start_task(ended, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
-    batch = next(method.run.batches.iterate_ordered(method.rows(1, 1), 50))
-    p = softmax(mlp.logits(server.weights, batch.inputs), axis=1)
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(ended)).memory
+    batch = next(method.run.batches.iterate_ordered(method.select_rows(1, 1), 50))
+    p = softmax(mlp.compute_logits(server.weights, batch.inputs), axis=1)
     entropy = -(p * np.log(p)).sum(1).mean()
     for before, notices in ((entropy - 1.19, False), (entropy - 1.21, True)):
         client = client_of(method, 1, 1, memory={**memory, "entropy": float(before)})
-        answer = method.proxy.show_prototypes(client, method.payload(server))
+        answer = method.proxy.show_prototypes(client, method.make_payload(server))
         assert bool(answer.tensors["prototypes"]["linear.bias"].any()) == notices
         samples = unpack_samples(answer.memory)
         assert samples is not None
@@ -199,11 +199,11 @@ def test_prototypes_may_be_shrunk_before_their_gradients_travel(
     small, whole, same = (
         method_of(kind, splits=splits, encoder_size=size, perturb_steps=0, **FEW) for size in (8, None, 16)
     )
-    server = small.start_task(small.setup(), 0)
+    server = small.start_task(small.create_server(), 0)
     client = client_of(small, 1)
-    sent = small.proxy.show_prototypes(client, small.payload(server)).tensors["prototypes"]
+    sent = small.proxy.show_prototypes(client, small.make_payload(server)).tensors["prototypes"]
     assert sent["linear.weight"].shape == (2, 2, 12 * 2 * 2)
-    training = small.prepare_training(client, small.payload(server))
+    training = small.prepare_training(client, small.make_payload(server))
     training.run()
     samples = small.run.batches.prepare_inputs(small.run.batches.read_raw(client.rows))
     mine = samples.labels == 0
@@ -233,17 +233,17 @@ def test_a_client_remembers_its_entropy_on_the_model_that_a_task_ends_with(
     server = federate(method, 1)
     client = client_of(method, 1)
     batch = next(method.run.batches.iterate_ordered(client.rows, 50))
-    p = softmax(mlp.logits(server.weights, batch.inputs), axis=1)
-    memory = method.select_exemplars(client, method.payload(server)).memory
+    p = softmax(mlp.compute_logits(server.weights, batch.inputs), axis=1)
+    memory = method.select_exemplars(client, method.make_payload(server)).memory
     assert memory["entropy"] == pytest.approx(-(p * np.log(p)).sum(1).mean(), rel=1e-5)
 
 
 def test_lgas_radius_is_the_mean_variance_of_features(method_of: Callable, federate: Callable, mlp: Any) -> None:
     method = method_of(Lga, **FEW)
     server = federate(method, 1)
-    rows = [method.rows(0, client) for client in method.participants(0)]
+    rows = [method.select_rows(0, client) for client in method.list_participants(0)]
     batches = [next(method.run.batches.iterate_ordered(one, 50)) for one in rows]
-    features = np.concatenate([mlp.features(server.weights, batch.inputs) for batch in batches])
+    features = np.concatenate([mlp.compute_features(server.weights, batch.inputs) for batch in batches])
     labels = np.concatenate([batch.labels.numpy() for batch in batches])
     variances = [np.trace(np.cov(features[labels == c].T, bias=True)) / features.shape[1] for c in (0, 1)]
     assert server.knowledge["radius"] == pytest.approx(np.mean(variances) ** 0.5, rel=1e-5)
@@ -280,13 +280,13 @@ def test_fots_loss_against_numpy(
     server = method.start_task(ended, 1)
     memory = method.store_samples(client_of(method, 1, 0), {}).memory
     client = client_of(method, 1, 1, memory=memory)
-    training, again = (method.prepare_training(client, method.payload(server)) for _ in range(2))
-    batch = next(next(method.epochs(training)))
-    replayed = again.part(Replay).draw()
-    loss = float(method.loss(training, batch).detach())
+    training, again = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
+    batch = next(next(method.yield_epochs(training)))
+    replayed = again.find_part(Replay).draw()
+    loss = float(method.compute_loss(training, batch).detach())
     p = []
     for part in (batch, replayed):
-        z = mlp.logits(server.weights, part.inputs)
+        z = mlp.compute_logits(server.weights, part.inputs)
         for row, label, task in zip(z, part.labels.tolist(), part.tasks.tolist(), strict=True):
             own = slice(2 * task, 2 * task + 2) if head == "per-task" else slice(0, 4)
             p.append(softmax(row[own])[label - own.start])

@@ -81,7 +81,7 @@ def test_a_clients_steps_stay_clear_of_its_own_memory_only(
     memories = [method.memories[0, index]["bases"] for index in (0, 1)]
     updates = []
     for memory in ({"bases": memories[0]}, {}):  # one that was there in the first task, and one that was not
-        answer = method.train(client_of(method, 0, 1, memory=memory), method.payload(server))
+        answer = method.train(client_of(method, 0, 1, memory=memory), method.make_payload(server))
         assert answer.memory == memory
         updates.append(answer.tensors["update"])
     for layer in LAYERS:
@@ -117,8 +117,8 @@ def test_convolutions_too(backbone: str, method_of: Callable, client_of: Callabl
     method = method_of(Recording, *overrides, threshold=0.9)
     server = method.start_task(federate(method, 1), 1)
     memory = method.memories[0, 0]
-    update = method.train(client_of(method, 0, 1, memory=memory), method.payload(server)).tensors["update"]
-    layers = method.subspace.layers(method.networks.load(server.spec, server.weights))
+    update = method.train(client_of(method, 0, 1, memory=memory), method.make_payload(server)).tensors["update"]
+    layers = method.subspace.list_layers(method.networks.load(server.spec, server.weights))
     assert memory["bases"].keys() == layers.keys()
     for name, layer in layers.items():
         inside = layer.to_matrix(update[layer.weight]) @ memory["bases"][name]
@@ -126,6 +126,6 @@ def test_convolutions_too(backbone: str, method_of: Callable, client_of: Callabl
 
 
 def test_advice_tells_that_no_used_share_can_be_shown(method_of: Callable) -> None:
-    assert method_of(Gpm).advice() == []
-    (line,) = method_of(Gpm, "monitors.used_share=true").advice()
+    assert method_of(Gpm).list_advice() == []
+    (line,) = method_of(Gpm, "monitors.used_share=true").list_advice()
     assert line.startswith("monitors.used_share: gpm's bases stay with its clients")

@@ -29,7 +29,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 def memory_of(method: Icarl, server: Server, client_of: Callable, index: int = 1) -> dict[str, Any]:
     """What a client remembers of the first task."""
-    memory: dict[str, Any] = method.select_exemplars(client_of(method, index, 0), method.payload(server)).memory
+    memory: dict[str, Any] = method.select_exemplars(client_of(method, index, 0), method.make_payload(server)).memory
     return memory
 
 
@@ -43,14 +43,14 @@ def test_the_loss_against_numpy(
     server = method.start_task(ended, 1)
     memory = memory_of(method, ended, client_of)
     client = client_of(method, 1, 1, memory=memory)
-    training = method.prepare_training(client, method.payload(server))
-    (batch,) = next(method.epochs(training))
+    training = method.prepare_training(client, method.make_payload(server))
+    (batch,) = next(method.yield_epochs(training))
     assert sorted(batch.tasks.unique().tolist()) == [0, 1]
     training.network.eval()
-    loss = float(method.loss(training, batch).detach())
+    loss = float(method.compute_loss(training, batch).detach())
 
-    z = mlp.logits(server.weights, batch.inputs)
-    teacher = expit(mlp.logits(ended.weights, batch.inputs))
+    z = mlp.compute_logits(server.weights, batch.inputs)
+    teacher = expit(mlp.compute_logits(ended.weights, batch.inputs))
     targets = np.zeros_like(z)
     targets[np.arange(len(z)), batch.labels.numpy()] = 1  # 0 and 1 are in the first head, 2 and 3 in the second
     if stream != "shared":
@@ -65,21 +65,21 @@ def test_answers_are_those_of_the_nearest_mean_of_exemplars(
 ) -> None:
     method = method_of(Icarl, splits=splits_of(**STREAMS[stream]), exemplars=6)
     server = federate(method, 1)
-    columns = method.columns(server)
+    columns = method.list_columns(server)
     by_column: dict[int, list[np.ndarray]] = {}
     for index in range(method.run.splits.clients):
         samples = unpack_samples(memory_of(method, server, client_of, index))
         assert samples is not None
-        phi = mlp.features(server.weights, method.run.batches.prepare_inputs(samples).inputs)
+        phi = mlp.compute_features(server.weights, method.run.batches.prepare_inputs(samples).inputs)
         for label, f in zip(samples.labels.tolist(), phi / np.linalg.norm(phi, axis=1, keepdims=True), strict=True):
             by_column.setdefault(columns.labels.tolist().index(label), []).append(f)
     means = np.stack([np.mean(by_column[column], 0) for column in sorted(by_column)])
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 50))
-    phi = mlp.features(server.weights, batch.inputs)
+    phi = mlp.compute_features(server.weights, batch.inputs)
     phi /= np.linalg.norm(phi, axis=1, keepdims=True)
     nearest = np.linalg.norm(phi[:, None] - means[None], axis=2).argmin(1)
-    assert method.predictor(server)(batch.inputs).logits.argmax(1).tolist() == nearest.tolist()
+    assert method.make_predictor(server)(batch.inputs).logits.argmax(1).tolist() == nearest.tolist()
 
 
 def test_a_client_without_rows_of_the_task_speaks_for_its_exemplars(
@@ -91,7 +91,7 @@ def test_a_client_without_rows_of_the_task_speaks_for_its_exemplars(
     ended = federate(method, 1)
     memory = memory_of(method, ended, client_of, 0)
     server = method.start_task(ended, 1)
-    answer = method.select_exemplars(client_of(method, 0, 1, memory=memory), method.payload(server))
+    answer = method.select_exemplars(client_of(method, 0, 1, memory=memory), method.make_payload(server))
     assert answer.tensors["means"]["weight"].tolist() == [2, 2, 0, 0]
     assert trees.digest(answer.memory) == trees.digest(memory)
 
@@ -111,7 +111,7 @@ def test_a_class_without_exemplars_is_never_the_answer(
     method = method_of(Icarl, splits=splits_of(clients=1), exemplars=1)
     server = federate(method)
     batch = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(1), 50))
-    assert set(method.predictor(server)(batch.inputs).logits.argmax(1).tolist()) == {0}
+    assert set(method.make_predictor(server)(batch.inputs).logits.argmax(1).tolist()) == {0}
 
 
 def test_the_first_task_is_fedavg_with_binary_cross_entropy(
@@ -123,14 +123,14 @@ def test_the_first_task_is_fedavg_with_binary_cross_entropy(
         z = network.compute_logits(features)
         return torch.nn.functional.binary_cross_entropy_with_logits(z, torch.eye(z.shape[1])[labels])
 
-    monkeypatch.setattr(FedAvg, "cross_entropy", binary)
+    monkeypatch.setattr(FedAvg, "compute_cross_entropy", binary)
     assert trees.digest(mine.weights) == trees.digest(federate(method_of(FedAvg), 1).weights)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_columns_are_those_of_the_predictor(stream: str, method_of: Callable, splits_of: Callable) -> None:
     splits = splits_of(tasks=3, **STREAMS[stream])
-    spec = method_of(splits=splits).run.spec(3)
+    spec = method_of(splits=splits).run.make_spec(3)
     columns = Columns.of(spec, torch.device("cpu"))
     pairs = [(task, label) for task, classes in enumerate(spec.tasks) for label in classes]
     tasks, labels = torch.tensor(pairs).unbind(1)
@@ -148,8 +148,8 @@ def test_the_bound_for_noise_holds_and_is_reached(
     """By a client whose exemplars all have the same features; sums of m unit vectors and m of them are sqrt(2) m."""
     method = method_of(Icarl, splits=splits_of(clients=1), exemplars=3)
     server = federate(method, 1)
-    part = method.select_form(0, -1)["means"]
-    sums = method.select_exemplars(client_of(method, 0, 0), method.payload(server)).tensors["means"]
+    part = method.make_select_form(0, -1)["means"]
+    sums = method.select_exemplars(client_of(method, 0, 0), method.make_payload(server)).tensors["means"]
     length = sum(float(X.square().sum()) for X in sums.values()) ** 0.5
     assert part.bound == pytest.approx(2**0.5 * 3)
     assert length <= part.bound

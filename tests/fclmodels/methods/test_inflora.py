@@ -23,8 +23,8 @@ def ask(client_of: Callable) -> Callable[..., dict[str, torch.Tensor]]:
     """All clients' sums of inputs."""
 
     def add_up(method: Any, server: Any) -> dict[str, torch.Tensor]:
-        clients = [client_of(method, index, server.task) for index in method.participants(server.task)]
-        answers = [method.answer(client, method.payload(server)).tensors["inputs"] for client in clients]
+        clients = [client_of(method, index, server.task) for index in method.list_participants(server.task)]
+        answers = [method.answer(client, method.make_payload(server)).tensors["inputs"] for client in clients]
         return {name: sum(answer[name] for answer in answers) for name in answers[0]}
 
     return add_up
@@ -32,7 +32,7 @@ def ask(client_of: Callable) -> Callable[..., dict[str, torch.Tensor]]:
 
 def test_the_sum_of_clients_is_that_of_one_place(method: Any, ask: Callable) -> None:
     """Inputs of attention are the normed tokens of all samples, of the first layer by hand."""
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     grams = ask(method, server)
     rows = method.run.splits.select_rows(0, "train")
     (batch,) = method.run.batches.iterate_ordered(rows, 1000)
@@ -48,8 +48,8 @@ def test_the_sum_of_clients_is_that_of_one_place(method: Any, ask: Callable) -> 
 
 
 def test_b_alone_trains_and_a_is_downloaded_once(method: Any, client_of: Callable) -> None:
-    server = method.start_task(method.setup(), 0)
-    payload = method.payload(server)
+    server = method.start_task(method.create_server(), 0)
+    payload = method.make_payload(server)
     assert all(name.endswith("A") for name in payload["own-fixed"].tensors)
     sent = method.exchanges["train"].reply(client_of(method, 0), payload)[0].parts["update"].tensors
     assert {name[-1] for name in sent if "prompts" in name} == {"B"}

@@ -68,13 +68,15 @@ def test_a_clients_loss_against_numpy(method_of: Callable, client_of: Callable, 
     student = {name: w + 0.1 * torch.randn_like(w) for name, w in server.weights.items()}
     server = Server(server.spec, student, 1, {**server.knowledge, "synthetic": pool}, networks=maps)
     client = client_of(method, 1, 1)
-    training, batch = method.prepare_training(client, method.payload(server)), next(next(client.epochs()))
+    training, batch = method.prepare_training(client, method.make_payload(server)), next(next(client.yield_epochs()))
     inputs = next(SyntheticImages(client, images, 4))
 
     def map_features(weights: Any, of_map: Any, x: torch.Tensor) -> np.ndarray:
-        return mlp.features(weights, x) @ of_map["weight"].double().numpy().T + of_map["bias"].double().numpy()
+        return mlp.compute_features(weights, x) @ of_map["weight"].double().numpy().T + of_map["bias"].double().numpy()
 
-    new, old, t = (mlp.logits(w, x) for w, x in ((student, batch.inputs), (student, inputs), (last.weights, inputs)))
+    new, old, t = (
+        mlp.compute_logits(w, x) for w, x in ((student, batch.inputs), (student, inputs), (last.weights, inputs))
+    )
     e = method.embeddings[batch.labels].double().numpy()
     B = max(0, ((map_features(student, maps["map"], batch.inputs) - e) ** 2).mean() - 0.001)
     ce = -log_softmax(new[:, 2:], axis=1)[np.arange(4), batch.labels.numpy() - 2].mean()
@@ -83,7 +85,7 @@ def test_a_clients_loss_against_numpy(method_of: Callable, client_of: Callable, 
     maps_apart = map_features(student, maps["map"], inputs) - map_features(last.weights, last.networks["map"], inputs)
     A, b = np.log2(4 / 2 + 1), np.sqrt(2 / 4)
     right = 0.2 * (1 + 1 / A) / b * (ce + 5 * B) + 0.4 * A * b * (kl + (maps_apart**2).mean())
-    assert_allclose(method.loss(training, batch).item(), right, rtol=1e-5)
+    assert_allclose(method.compute_loss(training, batch).item(), right, rtol=1e-5)
 
 
 def test_five_rounds_are_the_releases(method_of: Callable, splits_of: Callable) -> None:
@@ -97,7 +99,7 @@ def test_five_rounds_are_the_releases(method_of: Callable, splits_of: Callable) 
     method = method_of(
         Lander, *model, splits=splits_of(shape=(3, 8, 8)), **{**of, "warmup": 1, "pool_from": "start", "radius": 0.01}
     )
-    teacher, student = (build_network(method.run.spec(2), torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    teacher, student = (build_network(method.run.make_spec(2), torch.Generator().manual_seed(seed)) for seed in (1, 2))
     random = torch.manual_seed(1)
     for layer in teacher.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -116,14 +118,14 @@ def test_five_rounds_are_the_releases(method_of: Callable, splits_of: Callable) 
     assert_allclose(first, [-0.017331, 0.255297, -0.325174], atol=2e-5)
     assert work.pixels[0][0].item() == pytest.approx(0.627518, abs=2e-5)
     restored = LabelSynthesis(method.run, method.settings, teacher, student, maps, torch.randn(4, 6))
-    restored.restore(work.state())
-    assert trees.digest(restored.state()) == trees.digest(work.state())
+    restored.restore(work.collect_state())
+    assert trees.digest(restored.collect_state()) == trees.digest(work.collect_state())
 
 
 def test_a_round_after_the_warmup_leaves_images(method_of: Callable) -> None:
     """The student learns from round `warmup` on, so that as many rounds leave one round's images, and fewer none."""
     few = {**TINY, "pool": 100, "warmup": 3}
-    assert "8 synthetic images" in method_of(Lander, **few, rounds=3).advice()[0]
+    assert "8 synthetic images" in method_of(Lander, **few, rounds=3).list_advice()[0]
     with pytest.raises(UserError, match="rounds: 2 of warmup: 3 leave no image"):
         method_of(Lander, **few, rounds=2)
 
@@ -156,20 +158,20 @@ def test_a_task_ends_with_the_model_of_its_best_round(method_of: Callable, feder
 
 def test_a_clients_losses_are_those_of_its_first_epoch(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Lander, "federation.local_epochs=3", "federation.rounds=5", **TINY)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0, 0, 2)
-    reply, _ = method.exchanges["train"].reply(client, method.payload(server))
+    reply, _ = method.exchanges["train"].reply(client, method.make_payload(server))
     losses = reply.parts["losses"].tensors
     assert losses["samples"] == reply.parts["weight"].tensors["weight"]
     one = method_of(Lander, "federation.rounds=5", **TINY)
-    of_one, _ = one.exchanges["train"].reply(client_of(one, 0, 0, 2), one.payload(server))
+    of_one, _ = one.exchanges["train"].reply(client_of(one, 0, 0, 2), one.make_payload(server))
     assert (losses["loss"] / losses["samples"]).item() == pytest.approx(of_one.loss, rel=1e-6)
 
 
 def test_a_claim_of_many_samples_does_not_discard_a_tasks_training(method_of: Callable, federate: Callable) -> None:
     """One client says in the first round that its loss is 0, of 1e9 samples: its reply is refused."""
     method = method_of(Lander, "federation.rounds=4", **TINY)
-    servers, honest, aggregate = [], method.further_parts, method.aggregate
+    servers, honest, aggregate = [], method.make_further_parts, method.aggregate
 
     def further_parts(training: Any, payload: Any) -> Any:
         parts, zero = honest(training, payload), torch.zeros((), dtype=torch.float64)
@@ -180,7 +182,7 @@ def test_a_claim_of_many_samples_does_not_discard_a_tasks_training(method_of: Ca
         servers.append((server, replies.clients))
         return aggregate(server, replies)
 
-    method.further_parts, method.aggregate = further_parts, note
+    method.make_further_parts, method.aggregate = further_parts, note
     ended = federate(method, 1)
     assert 0 not in servers[0][1]
     assert trees.digest(ended.weights) != trees.digest(servers[0][0].weights)
@@ -193,10 +195,10 @@ def loss_after(method_of: Callable, client_of: Callable, splits_of: Callable, tm
     def measure(losses: list[float], rule: Any = None, weight: float = 1.0) -> Any:
         settings = ("federation.rounds=2", "federation.weighting=uniform")
         method = method_of(Lander, *settings, splits=splits_of(clients=5), **TINY)
-        server = method.start_task(method.setup(), 0)
+        server = method.start_task(method.create_server(), 0)
         replies = Replies(range(5), tmp_path, rule)
         for index, loss in enumerate(losses):
-            reply, _ = method.exchanges["train"].reply(client_of(method, index), method.payload(server))
+            reply, _ = method.exchanges["train"].reply(client_of(method, index), method.make_payload(server))
             reply.parts["losses"].tensors["loss"] = torch.tensor(loss, dtype=torch.float64)
             replies.add(index, reply, weight)
         return method.aggregate(server, replies).knowledge.get("best", {}).get("loss")
@@ -223,13 +225,13 @@ def test_what_travels(experiment_of: Callable, splits_of: Callable, tmp_path: Pa
 
 def test_where_embeddings_come_from_is_told(method_of: Callable, tmp_path: Path) -> None:
     drawn = method_of(Lander, **TINY)
-    assert "no text is behind them" in drawn.advice()[-1]
-    assert drawn.remarks({}) == drawn.advice()[-1:]
+    assert "no text is behind them" in drawn.list_advice()[-1]
+    assert drawn.list_remarks({}) == drawn.list_advice()[-1:]
     file, names = tmp_path / "names.safetensors", drawn.run.splits.classes
     write_embeddings(file, names, torch.eye(len(names)), "{}", "unit")
     unit = method_of(Lander, **TINY, embeddings=file, radius=0.6)
-    assert "0.5 apart" in unit.remarks({})[0]
-    assert method_of(Lander, **TINY, embeddings=file).remarks({}) == []
+    assert "0.5 apart" in unit.list_remarks({})[0]
+    assert method_of(Lander, **TINY, embeddings=file).list_remarks({}) == []
     assert unit.list_dependencies()["embeddings"] != drawn.list_dependencies()
     with pytest.raises(UserError, match="fcl embed-labels"):
-        method_of(Lander, **TINY, embeddings=tmp_path / "none").setup()
+        method_of(Lander, **TINY, embeddings=tmp_path / "none").create_server()

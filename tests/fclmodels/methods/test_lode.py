@@ -54,10 +54,10 @@ def third_task(method_of: Callable, client_of: Callable, splits_of: Callable[...
 
     def make(kind: type, stored: bool = True, **settings: float) -> tuple:
         method = method_of(kind, *ONE_STEP, splits=splits_of(tasks=3), **settings)
-        server = method.setup()
+        server = method.create_server()
         for task in range(3):
             server = method.start_task(server, task)
-        rows = [method.rows(task, 0).take(np.arange(size)) for task, size in enumerate((3, 2))]
+        rows = [method.select_rows(task, 0).take(np.arange(size)) for task, size in enumerate((3, 2))]
         raw = method.run.batches.read_raw(Rows.concatenate(rows))
         client = client_of(method, 0, 2, memory=pack_samples(raw) if stored else None)
         return method, server, client, method.run.batches.augment_raw(raw, torch.Generator())
@@ -70,7 +70,7 @@ def test_a_clients_loss_against_numpy(stored: bool, third_task: Callable) -> Non
     """(rho / 2 inter + intra + H) / 2 of all eight new samples and five old ones; nothing is halved without these."""
     method, server, client, old = third_task(Lode, stored, rho=0.3)
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
-    loss = method.train(client, method.payload(server)).loss
+    loss = method.train(client, method.make_payload(server)).loss
     network = method.networks.load(server.spec, server.weights)
 
     def logits_of(batch: Batch) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_with_rho_of_all_earlier_tasks_it_is_er_up_to_rounding(third_task: Calla
     updates = []
     for kind, settings in ((Er, {}), (Lode, {"rho": 2.0}), (Lode, {"rho": 0.05})):
         method, server, client, _ = third_task(kind, **settings)
-        updates.append(method.train(client, method.payload(server)).tensors["update"])
+        updates.append(method.train(client, method.make_payload(server)).tensors["update"])
     er, lode, other = updates
     assert max(float((er[name] - other[name]).abs().max()) for name in er) > 1e-3
     for name in er:
@@ -99,7 +99,7 @@ def test_with_rho_of_all_earlier_tasks_it_is_er_up_to_rounding(third_task: Calla
 def test_new_classes_alone_push_old_logits_down_only_through_rho(third_task: Callable) -> None:
     """With rho = 0 a new sample's gradient has no old row; ER's has."""
     method, server, client, _ = third_task(Lode, False, rho=0.0)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     assert not update["heads.0.weight"][:4].any()
     assert update["heads.0.weight"][4:].any()
 

@@ -28,7 +28,7 @@ def capture(
     method: Any, weights: dict[str, torch.Tensor], client: Any, layers: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     """The inputs [n, d] of some layers over a client's samples, on this model."""
-    network = method.observed.load(method.run.spec(client.task + 1), weights).eval()
+    network = method.observed.load(method.run.make_spec(client.task + 1), weights).eval()
     inputs: dict[str, np.ndarray] = {}
 
     def note(name: str, module: Any, x: torch.Tensor) -> None:
@@ -45,10 +45,10 @@ def test_a_rounds_factors_are_the_least_squares_solution(
     round: int, method: Any, client_of: Callable, tmp_path: Any
 ) -> None:
     """Of every client's outputs on its own inputs: by lstsq over all rows, of B on A x."""
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     for name in method.list_factors(0, "B"):
         server.weights[name] = torch.randn(server.weights[name].shape, generator=torch.Generator().manual_seed(1)) / 9
-    payload, replies, rows, outputs = method.payload(server), Replies([0, 1, 2], tmp_path), {}, {}
+    payload, replies, rows, outputs = method.make_payload(server), Replies([0, 1, 2], tmp_path), {}, {}
     factor = "A" if round else "B"
     for index in range(3):
         client = client_of(method, index, round=round)
@@ -94,8 +94,8 @@ def test_after_a_task_the_answer_is_the_least_squares_solution_over_tasks(
 
 
 def test_a_client_alone_gets_back_what_it_learned(method: Any, client_of: Callable, tmp_path: Any) -> None:
-    server = method.start_task(method.setup(), 0)
-    client, payload = client_of(method, 1), method.payload(server)
+    server = method.start_task(method.create_server(), 0)
+    client, payload = client_of(method, 1), method.make_payload(server)
     training = method.prepare_training(client, payload)
     training.run()
     replies = Replies([1], tmp_path)
@@ -107,17 +107,17 @@ def test_a_client_alone_gets_back_what_it_learned(method: Any, client_of: Callab
 
 def test_diagonals_travel_as_vectors(method_of: Callable) -> None:
     method = method_of(Lorm, *VIT, rank=2)
-    shapes = {name: tuple(t.shape) for name, t in method.update_form(0, 1)["solved"].tensors.items()}
+    shapes = {name: tuple(t.shape) for name, t in method.make_update_form(0, 1)["solved"].tensors.items()}
     assert shapes["gram." + name_factor(0, 0, "A")] == (8,)
     assert shapes["gram.heads.0.weight"] == (8, 8)
-    assert {tuple(t.shape) for t in method.grams_form(0, -1)["grams"].tensors.values()} == {(8,)}
-    assert set(method.update_form(0, 1)["update"].tensors) == {"heads.0.bias"}
+    assert {tuple(t.shape) for t in method.make_grams_form(0, -1)["grams"].tensors.values()} == {(8,)}
+    assert set(method.make_update_form(0, 1)["update"].tensors) == {"heads.0.bias"}
 
 
 def test_a_task_trains_without_earlier_ones(method: Any, federate: Callable, client_of: Callable) -> None:
     server = method.start_task(federate(method, 1), 1)
     client = client_of(method, 0, task=1)
-    network = method.prepare_training(client, method.payload(server)).network
+    network = method.prepare_training(client, method.make_payload(server)).network
     assert not any(network.get_parameter(name).any() for name in method.list_factors(0, "B"))
     assert all(server.weights[name].any() for name in method.list_factors(0, "B"))
 
@@ -134,10 +134,10 @@ def test_masks_change_nothing_where_inputs_span_less_than_all(
 ) -> None:
     """Sums in fixed point have noise along directions that no input has; at the defaults r = 16 is above d = 8."""
     method = method_of(Lorm, *VIT, "model.loss_over=task", **settings)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     for name in method.list_factors(0, "B"):
         server.weights[name] = torch.randn(server.weights[name].shape, generator=torch.Generator().manual_seed(1)) / 9
-    payload, plain, masked = method.payload(server), Replies([0, 1, 2], tmp_path), Replies([0], tmp_path)
+    payload, plain, masked = method.make_payload(server), Replies([0, 1, 2], tmp_path), Replies([0], tmp_path)
     replies = [method.exchanges[TRAIN].reply(client_of(method, i, round=round), payload)[0] for i in range(3)]
     for index, reply in enumerate(replies):
         plain.add(index, reply)

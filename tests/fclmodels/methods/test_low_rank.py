@@ -45,7 +45,7 @@ def test_the_overlap_of_worked_numbers() -> None:
 def test_all_six_maps_change_as_they_would_by_hand(vit_of: Callable) -> None:
     """W + scale sum_t B_t A_t, rows of queries, keys and values below each other; nothing at first."""
     method = vit_of(OLora, rank=2, targets=ALL, scale=3.0, layers=(1,))
-    network: Any = build_network(method.run.spec(2), method.run.generator("init"))
+    network: Any = build_network(method.run.make_spec(2), method.run.make_generator("init"))
     x = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(network.backbone(x), network.backbone.frozen(x))
@@ -69,7 +69,7 @@ def test_all_six_maps_change_as_they_would_by_hand(vit_of: Callable) -> None:
 def test_the_first_task_is_loras(vit_of: Callable, client_of: Callable) -> None:
     """With the same factors: the same features and gradients, though LoRA adds to activations and this to weights."""
     mine, plain = vit_of(OLora, rank=2, scale=2.0), vit_of(Lora, rank=2, scale=2.0)
-    servers = [m.start_task(m.setup(), 0) for m in (mine, plain)]
+    servers = [m.start_task(m.create_server(), 0) for m in (mine, plain)]
     random = torch.Generator().manual_seed(3)
     A, B = torch.randn(2, 2, 2, 8, generator=random), torch.randn(2, 2, 8, 2, generator=random)
     servers[1].weights.update({"backbone.prompts.A": A, "backbone.prompts.B": B})
@@ -81,7 +81,7 @@ def test_the_first_task_is_loras(vit_of: Callable, client_of: Callable) -> None:
     for method, server in zip((mine, plain), servers, strict=True):
         client = client_of(method, 0)
         training = LocalTraining(method, client, method.networks.load(server.spec, server.weights), server.weights)
-        loss = method.loss(training, next(next(client.epochs())))
+        loss = method.compute_loss(training, next(next(client.yield_epochs())))
         gradients.append((loss.detach(), training.compute_gradients(loss)))
     torch.testing.assert_close(gradients[0][0], gradients[1][0])
     of_B = gradients[1][1]["backbone.prompts.B"]
@@ -90,14 +90,14 @@ def test_the_first_task_is_loras(vit_of: Callable, client_of: Callable) -> None:
 
 def test_its_loss_gains_overlap_and_lengths(vit_of: Callable, client_of: Callable) -> None:
     plain, full = (vit_of(OLora, rank=2, orthogonal=w, length=v) for w, v in ((0, 0), (0.5, 0.25)))
-    server = plain.start_task(plain.start_task(plain.setup(), 0), 1)
+    server = plain.start_task(plain.start_task(plain.create_server(), 0), 1)
     losses = []
     for method in (plain, full):
         client = client_of(method, 0, task=1)
         network = method.networks.load(server.spec, server.weights)
         randomise(network)
         training = LocalTraining(method, client, network, server.weights)
-        losses.append(method.loss(training, next(next(client.epochs()))).item())
+        losses.append(method.compute_loss(training, next(next(client.yield_epochs()))).item())
     prompts = {n: p.detach().numpy() for n, p in network.named_parameters() if ".prompts." in n}
     more = 0.0
     for index in range(4):
@@ -114,7 +114,7 @@ def test_a_task_trains_its_own_pair_and_downloads_the_others_once(
     first = [name for name in two if name.startswith("backbone.prompts.0.")]
     assert all(torch.equal(one[name], two[name]) for name in first)
     server = method.start_task(federate(method, 1), 1)
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     assert set(payload["fixed"].tensors) == set(first)
     assert payload["fixed"].once
     sent = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), payload)[0].parts["update"].tensors
@@ -147,9 +147,9 @@ def test_a_served_model_has_them_merged(method: str, experiment_of: Callable, tm
 
 def test_maps_that_are_not_there_are_refused(vit_of: Callable, method_of: Callable) -> None:
     with pytest.raises(UserError, match=r"layers: there is no layer 2, this network has 0 to 1"):
-        vit_of(OLora, layers=(2,)).setup()
+        vit_of(OLora, layers=(2,)).create_server()
     with pytest.raises(UserError, match=r"Use model\.backbone: vit"):
-        method_of(OLora).setup()
+        method_of(OLora).create_server()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_maps_that_are_not_there_are_refused(vit_of: Callable, method_of: Callab
 )
 def test_a_map_that_is_named_twice_is_refused(settings: dict[str, Any], why: str, vit_of: Callable) -> None:
     with pytest.raises(UserError, match=why):
-        vit_of(OLora, **settings).setup()
+        vit_of(OLora, **settings).create_server()
 
 
 def test_an_encoder_of_texts_has_the_same_maps(encoder: Path) -> None:

@@ -55,7 +55,7 @@ def perturbed(server: Server) -> dict[str, Tensor]:
 
 
 def first_batch(client: Any) -> Batch:
-    batch: Batch = next(next(client.epochs()))
+    batch: Batch = next(next(client.yield_epochs()))
     return batch
 
 
@@ -75,11 +75,14 @@ def test_the_loss_against_numpy(
     ended = after_each_task(method)[1]
     server = method.start_task(ended, 2)
     student = perturbed(server)
-    payload = {**method.payload(server), "weights": method.payload(Server(server.spec, student, 2))["weights"]}
+    payload = {
+        **method.make_payload(server),
+        "weights": method.make_payload(Server(server.spec, student, 2))["weights"],
+    }
     client = client_of(method, 1, 2)
     training, batch = method.prepare_training(client, payload), first_batch(client)
     training.network.eval()
-    loss = float(method.loss(training, batch).detach())
+    loss = float(method.compute_loss(training, batch).detach())
 
     features, old = features_of(student, batch.inputs), features_of(ended.weights, batch.inputs)
     own = 2 if stream == "per-task" else 0
@@ -104,11 +107,11 @@ def test_one_step_by_hand(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 2, 1)
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
     assert answer.memory == {}
 
     weights = {name: w.double().requires_grad_() for name, w in server.weights.items()}
-    for (batch,) in client.epochs():
+    for (batch,) in client.yield_epochs():
         x = batch.inputs.double().flatten(1)
 
         def forward(of: dict[str, Tensor], head: int, x: Tensor = x) -> Tensor:
@@ -142,11 +145,11 @@ def test_the_teacher_is_last_tasks_model_in_evaluation_mode(
     ended = federate(method, 1)
     server = method.start_task(ended, 1)
     client = client_of(method, 0, 1)
-    training = method.prepare_training(client, method.payload(server))
-    (teacher,) = training.part(Teachers)
+    training = method.prepare_training(client, method.make_payload(server))
+    (teacher,) = training.find_part(Teachers)
     inputs = first_batch(client).inputs
     training.run()
-    (answer,) = teacher.logits(inputs)
+    (answer,) = teacher.compute_logits(inputs)
     assert not answer.requires_grad
     expected = predict_by_heads(NetworkCache(method.run.device, method.prepare_network).load(ended.spec, ended.weights))
     torch.testing.assert_close(answer, expected(inputs).logits)
@@ -159,7 +162,7 @@ def test_it_is_loaded_once_a_round(
     server = method.start_task(federate(method, 1), 1)
     loads, load = [], NetworkCache.load
     monkeypatch.setattr(NetworkCache, "load", lambda self, *of: loads.append(self) or load(self, *of))
-    method.train(client_of(method, 0, 1), method.payload(server))
+    method.train(client_of(method, 0, 1), method.make_payload(server))
     assert loads == [method.networks, method.teacher_networks[0]]
 
 
@@ -190,14 +193,14 @@ def test_a_heavier_lesson_keeps_old_answers(
         method = method_of(Lwf, "federation.local_epochs=10", splits=splits_of(**STREAMS[stream]), weight=weight)
         server = method.start_task(federate(method, 1), 1)
         client = client_of(method, 0, 1)
-        training = method.prepare_training(client, method.payload(server))
+        training = method.prepare_training(client, method.make_payload(server))
         training.run()
         batch = first_batch(client)
         teacher = method_of(Lwf, splits=splits_of(**STREAMS[stream]), weight=1.0)
-        (last_model,) = teacher.prepare_training(client, method.payload(server)).part(Teachers)
+        (last_model,) = teacher.prepare_training(client, method.make_payload(server)).find_part(Teachers)
         with torch.no_grad():
             features = training.network.backbone(batch.inputs)
-            distance = distill_heads(training.network, features, last_model.logits(batch.inputs), 2.0)
+            distance = distill_heads(training.network, features, last_model.compute_logits(batch.inputs), 2.0)
         distances.append(float(distance))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4

@@ -45,7 +45,7 @@ def test_without_images_it_is_fedavg_over_the_tasks_classes(
     server = federate(method)
     assert_equal(server.weights, plain.weights)
     assert server.knowledge == {}
-    assert method.payload(server).keys() == {"weights"}
+    assert method.make_payload(server).keys() == {"weights"}
 
 
 def test_the_first_task_is_fedavgs(method_of: Callable, federate: Callable) -> None:
@@ -57,7 +57,7 @@ def second_task(method_of: Callable, after_begin: Callable, client_of: Callable)
     def make(*overrides: str, **settings: Any) -> tuple[Any, ...]:
         method = method_of(Mfcl, *overrides, **SMALL, **settings)
         server = after_begin(method)
-        training = method.prepare_training(client_of(method, 1, 1), method.payload(server))
+        training = method.prepare_training(client_of(method, 1, 1), method.make_payload(server))
         return method, server, training, next(method.run.batches.iterate_ordered(training.client.rows, 64))
 
     return make
@@ -88,16 +88,16 @@ def test_the_loss_is_the_sum_of_its_three_terms(head: str, second_task: Callable
     with torch.no_grad():
         training.network.backbone.fc3.bias += 0.1
     torch.manual_seed(3)
-    loss = method.loss(training, batch).item()
+    loss = method.compute_loss(training, batch).item()
     torch.manual_seed(3)
-    drawn, columns = training.part(DrawnImages).draw(method.run.device)
+    drawn, columns = training.find_part(DrawnImages).draw(method.run.device)
     assert drawn.shape == (5, 1, 6, 6)
     assert set(columns.tolist()) <= {0, 1}
 
     anchor, heads = server.knowledge["anchor"], training.network.heads
     with torch.no_grad():
         h, u = training.network.backbone(batch.inputs), training.network.backbone(drawn)
-        last = method.teachers.load(method.run.spec(1), anchor).backbone
+        last = method.teachers.load(method.run.make_spec(1), anchor).backbone
         W, b = anchor["heads.0.weight"], anchor["heads.0.bias"]
         assert torch.equal((last(drawn) @ W.T + b).argmax(1), columns)
         if head == "growing":
@@ -119,7 +119,7 @@ def test_images_reach_the_backbone_through_the_distance_alone(second_task: Calla
         training.network.requires_grad_(True)
         torch.manual_seed(0)
         training.network.zero_grad()
-        method.loss(training, batch).backward()
+        method.compute_loss(training, batch).backward()
         gradients.append({name: p.grad.clone() for name, p in training.network.named_parameters()})
     plain, tuned = gradients
     for name, gradient in plain.items():
@@ -130,7 +130,7 @@ def test_images_reach_the_backbone_through_the_distance_alone(second_task: Calla
 
 def test_the_generators_loss_is_the_sum_of_its_terms(second_task: Callable) -> None:
     method, server, _, _ = second_task("model.backbone=resnet18", w_ie=2, w_bn=3, w_noise=4)
-    teacher = method.teachers.load(method.run.spec(1), server.knowledge["anchor"]).eval()
+    teacher = method.teachers.load(method.run.make_spec(1), server.knowledge["anchor"]).eval()
     images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     seen = []
     norms = [m for m in teacher.modules() if isinstance(m, nn.BatchNorm2d)]
@@ -169,7 +169,7 @@ def test_the_generator_goes_on_and_travels_once_a_task(
     assert not torch.equal(states[1][1]["linear.weight"], initial["linear.weight"])
     assert_equal(states[2][0], states[1][1])
     assert not torch.equal(states[2][1]["linear.weight"], states[1][1]["linear.weight"])
-    parts = method.payload(server)
+    parts = method.make_payload(server)
     assert {name for name, part in parts.items() if part.once} == {"anchor", "generator"}
     sheet = server.knowledge["synthetic"]
     assert sheet["images"].dtype == torch.uint8
@@ -192,6 +192,6 @@ def test_domains_share_all_columns(method_of: Callable, federate: Callable, spli
 
 
 def test_a_network_without_statistics_is_named(method_of: Callable) -> None:
-    assert "w_bn counts for nothing" in method_of(Mfcl, **SMALL).advice()[0]
-    assert method_of(Mfcl, "model.backbone=resnet18", **SMALL).advice() == []
-    assert method_of(Mfcl, w_ft=0, w_kd=0).advice() == []
+    assert "w_bn counts for nothing" in method_of(Mfcl, **SMALL).list_advice()[0]
+    assert method_of(Mfcl, "model.backbone=resnet18", **SMALL).list_advice() == []
+    assert method_of(Mfcl, w_ft=0, w_kd=0).list_advice() == []

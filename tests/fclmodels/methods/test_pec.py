@@ -67,10 +67,10 @@ def pec_of(method_of: Callable) -> Callable[..., Any]:
 
 def test_a_clients_loss_against_numpy(pec_of: Callable, client_of: Callable) -> None:
     method = pec_of("federation.batch_size=64")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 1)
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
     x, students = batch.inputs.double().numpy(), server.knowledge["students"]
     targets = forward(numbers_of(dict(method.teacher.state_dict())), x, 2)
     assert targets.std() > 0.1
@@ -84,12 +84,12 @@ def test_a_clients_loss_against_numpy(pec_of: Callable, client_of: Callable) -> 
 def test_one_optimiser_is_one_for_each_class(pec_of: Callable, client_of: Callable, splits_of: Callable) -> None:
     """A client with single samples a batch, against an Adam for each student, with the release's falling rate."""
     method = pec_of(*ADAM, "federation.batch_size=1", splits=splits_of(train=6))
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0, round=1)
-    update = method.train(client, method.payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     students = {label: method.draw_student() for label in (0, 1)}
     optimisers = {label: torch.optim.Adam(student.parameters(), lr=0.01) for label, student in students.items()}
-    for done, epoch in enumerate(client.epochs()):
+    for done, epoch in enumerate(client.yield_epochs()):
         for optimiser in optimisers.values():
             optimiser.param_groups[0]["lr"] = 0.01 * (1 - (2 + done) / 8)  # the second of four rounds of two epochs
         for batch in epoch:
@@ -112,8 +112,8 @@ def test_a_student_is_the_mean_over_those_who_have_its_class(
     """Clients 0 and 1 have 2 and 6 samples of class 0; class 1 is the second one's alone in the first round."""
     splits = splits_of(clients=2, tasks=1, train={(0, 0): 1, (0, 1): 7})
     method = pec_of("federation.rounds=1", f"federation.weighting={weighting}", splits=splits)
-    server = method.start_task(method.setup(), 0)
-    answers = [method.train(client_of(method, k), method.payload(server)) for k in range(2)]
+    server = method.start_task(method.create_server(), 0)
+    answers = [method.train(client_of(method, k), method.make_payload(server)) for k in range(2)]
     shares = torch.stack([answer.tensors["shares"]["weight"] for answer in answers])
     after = federate(method).knowledge["students"]
     for name, before in server.knowledge["students"].items():
@@ -138,7 +138,7 @@ def test_other_tasks_students_keep_their_bits(
         assert torch.equal(first.knowledge["students"][name], last.knowledge["students"][name])
     inputs = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 64)).inputs
     with torch.no_grad():
-        logits = [method.predictor(server)(inputs).logits[:, :2] for server in (first, last)]
+        logits = [method.make_predictor(server)(inputs).logits[:, :2] for server in (first, last)]
     assert torch.equal(*logits)
 
 
@@ -147,7 +147,7 @@ def test_classes_that_nobody_has_never_answer(pec_of: Callable, federate: Callab
     server = federate(method)
     inputs = next(method.run.batches.iterate_ordered(method.run.splits.select_test_rows(1), 64)).inputs
     with torch.no_grad():
-        logits = method.predictor(server)(inputs).logits
+        logits = method.make_predictor(server)(inputs).logits
     assert server.knowledge["trained"].tolist() == [1, 0, 1, 0]
     assert (logits[:, [1, 3]] == -1e9).all()
     assert (logits[:, [0, 2]] > -100).all()
@@ -161,7 +161,7 @@ def test_it_learns_all_tasks_without_replay(pec_of: Callable, federate: Callable
         for task in range(2):
             (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_test_rows(task), 64)
             with torch.no_grad():
-                answer = method.predictor(server)(batch.inputs).logits.argmax(1)
+                answer = method.make_predictor(server)(batch.inputs).logits.argmax(1)
             right.append((answer == batch.labels).double().mean().item())
     assert np.mean(right) > 0.75
 
@@ -182,5 +182,5 @@ def test_the_rate_falls_to_nearly_zero() -> None:
 def test_everyone_draws_the_same_teacher_and_students(pec_of: Callable) -> None:
     one, other = pec_of(), pec_of()
     assert trees.digest(dict(one.teacher.state_dict())) == trees.digest(dict(other.teacher.state_dict()))
-    first, second = (numbers_of(one.setup().knowledge["students"], f"{label}.") for label in (0, 1))
+    first, second = (numbers_of(one.create_server().knowledge["students"], f"{label}.") for label in (0, 1))
     assert all(np.array_equal(first[name], second[name]) for name in first)

@@ -60,23 +60,23 @@ def test_an_auxiliary_head_learns_which_features_are_its_models_own(method_of: C
 
 def test_a_task_starts_at_the_model_that_knows_it(method_of: Callable, client_of: Callable) -> None:
     method = method_of(PFedDil, migration=0)
-    server = method.start_task(method.setup(), 0)
-    memory = method.train(client_of(method, 1), method.payload(server)).memory
+    server = method.start_task(method.create_server(), 0)
+    memory = method.train(client_of(method, 1), method.make_payload(server)).memory
     trained = memory["present"]["weights"]
     memory = method.store_model(client_of(method, 1, memory=memory), {}).memory
     (one,) = memory["models"].values()
     sure = {**one, "aux": {**one["aux"], "bias": torch.tensor(50.0)}}
     later = method.start_task(server, 1)
     client = client_of(method, 1, 1, memory={"models": {"0": sure}})
-    started = method.prepare_training(client, method.payload(later)).network.state_dict()
+    started = method.prepare_training(client, method.make_payload(later)).network.state_dict()
     assert torch.equal(started["backbone.fc1.weight"], trained["backbone.fc1.weight"])
     assert torch.equal(started["heads.0.weight"][:2], trained["heads.0.weight"])
     assert torch.equal(started["heads.0.weight"][2:], later.weights["heads.0.weight"][2:])
-    answer = method.train(client, method.payload(later))
+    answer = method.train(client, method.make_payload(later))
     moved = answer.tensors["update"]["backbone.fc1.weight"] / client.weight + later.weights["backbone.fc1.weight"]
     assert_allclose(moved, answer.memory["present"]["weights"]["backbone.fc1.weight"], atol=1e-6)
     follow = client_of(method, 1, 1, 1, memory=answer.memory)
-    again = method.prepare_training(follow, method.payload(later)).network.state_dict()
+    again = method.prepare_training(follow, method.make_payload(later)).network.state_dict()
     assert torch.equal(again["backbone.fc1.weight"], later.weights["backbone.fc1.weight"])
     last = method.store_model(client_of(method, 1, 1, memory=answer.memory), {}).memory["models"]
     assert last.keys() == {"0"}
@@ -91,7 +91,9 @@ def test_a_clients_models_answer_together(method_of: Callable, client_of: Callab
     first = {name: w[:2] if name.startswith("heads") else w for name, w in server.weights.items()}
     models = {"0": {"weights": first, "aux": aux, "task": 0}, "1": {"weights": server.weights, "aux": aux, "task": 1}}
     inputs = torch.randn(3, 1, 6, 6)
-    predict = method.client_predictor(client_of(method, 1, 1, memory={"models": models}), method.payload(server))
+    predict = method.make_client_predictor(
+        client_of(method, 1, 1, memory={"models": models}), method.make_payload(server)
+    )
     with torch.inference_mode():
         logits = method.networks.load(server.spec, server.weights).eval()(inputs)
         expected = logits.softmax(1) / 2

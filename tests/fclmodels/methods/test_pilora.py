@@ -42,7 +42,7 @@ def test_centres_of_worked_numbers() -> None:
 
 def test_the_loss_gains_length_and_overlap_of_factors(method: Any) -> None:
     A, B = torch.tensor([[1.0, 0, 2], [0, 1, -1]]), torch.tensor([[1.0, -1, 0], [2, 0, 1]])
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     for index in range(2):
         for task, of in ((0, A), (1, B)):
             server.weights[name_factor(task, index, "A")] = torch.cat([of, torch.zeros(2, 5)], 1)
@@ -59,7 +59,7 @@ def test_only_the_tasks_centres_and_factors_move(
     assert torch.equal(one["heads.0.weight"], two["heads.0.weight"][:2])
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items() if name.startswith("backbone.prompts.0"))
     server = method.start_task(federate(method, 1), 1)
-    reply = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), method.payload(server))[0]
+    reply = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), method.make_payload(server))[0]
     assert {name.split(".")[2] for name in reply.parts["update"].tensors} == {"1"}
     assert reply.parts["centres"].least == "each"
     assert reply.parts["centres"].tensors["centre"].shape == (2, 8)
@@ -70,7 +70,7 @@ def test_the_nearest_centre_answers(method: Any, federate: Callable) -> None:
     (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_test_rows(0), 100)
     with torch.no_grad():
         features = method.networks.load(server.spec, server.weights).eval().backbone(batch.inputs)
-        answers = method.predictor(server)(batch.inputs).logits.argmax(1)
+        answers = method.make_predictor(server)(batch.inputs).logits.argmax(1)
     assert torch.equal(answers, torch.cdist(features, server.weights["heads.0.weight"]).argmin(1))
 
 
@@ -78,8 +78,8 @@ def test_centres_have_a_rate_of_their_own(method_of: Callable, client_of: Callab
     moved = []
     for rate in (None, 1e-9):
         method = method_of(PiLora, *VIT, rank=2, centre_lr=rate)
-        server = method.start_task(method.setup(), 0)
-        training = method.prepare_training(client_of(method, 0), method.payload(server))
+        server = method.start_task(method.create_server(), 0)
+        training = method.prepare_training(client_of(method, 0), method.make_payload(server))
         training.run()
         moved.append(float((training.parameters["heads.0.weight"] - server.weights["heads.0.weight"]).abs().max()))
     assert moved[0] > 1e-4

@@ -23,10 +23,10 @@ from fclmodels.storage import trees
 def prepare(method: Rehearsed, ended: Server, client_of: Callable) -> tuple[Server, Any, Any]:
     """The server in the second task, a client's training there and its first batch, of rows and exemplars."""
     server = method.start_task(ended, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
-    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.payload(server))
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(ended)).memory
+    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.make_payload(server))
     training.network.eval()
-    return server, training, next(next(method.epochs(training)))
+    return server, training, next(next(method.yield_epochs(training)))
 
 
 def activations(weights: dict[str, Tensor], x: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -48,7 +48,7 @@ def test_the_loss_is_nca_and_the_distance_from_last_tasks_model(
     # A student that has left its teacher.
     start = {name: weight + 0.1 for name, weight in server.weights.items()}
     training.network.load_state_dict(start)
-    loss = float(method.loss(training, batch).detach())
+    loss = float(method.compute_loss(training, batch).detach())
     own, features = activations(start, batch.inputs)
     other, targets = activations(ended.weights, batch.inputs)
     proxies = training.networks[PROXIES][0]
@@ -74,7 +74,7 @@ def test_a_student_that_is_its_teacher_has_no_distance(
     distances: list[Tensor] = []
     compare = method.compare
     method.compare = lambda *of: distances.append(compare(*of)) or distances[-1]
-    method.loss(training, batch)
+    method.compute_loss(training, batch)
     assert float(distances[0].detach()) == pytest.approx(0, abs=1e-6)
 
 
@@ -90,9 +90,9 @@ def test_new_proxies_are_drawn_from_features_and_old_ones_stay_in_the_rounds(
     begun = servers[-1]
     assert torch.equal(ended.networks[PROXIES]["weight"][:2], first[:2])
     assert torch.equal(begun.networks[PROXIES]["weight"][:2], first[:2])
-    rows = [method.rows(1, client) for client in method.participants(1)]
+    rows = [method.select_rows(1, client) for client in method.list_participants(1)]
     batches = [next(method.run.batches.iterate_ordered(one, 50)) for one in rows]
-    h = np.concatenate([mlp.features(begun.weights, batch.inputs) for batch in batches])
+    h = np.concatenate([mlp.compute_features(begun.weights, batch.inputs) for batch in batches])
     h /= np.linalg.norm(h, axis=1, keepdims=True)
     labels = np.concatenate([batch.labels.numpy() for batch in batches])
     drawn = begun.networks[PROXIES]["weight"]
@@ -107,11 +107,11 @@ def test_after_a_task_exemplars_alone_train_the_classifier(
 ) -> None:
     method = method_of(Podnet, tune_epochs=3)
     server = federate(method, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(server)).memory
-    answer = method.classifier.tune_proxies(client_of(method, 1, 0, memory=memory), method.payload(server))
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(server)).memory
+    answer = method.classifier.tune_proxies(client_of(method, 1, 0, memory=memory), method.make_payload(server))
     assert answer.tensors["tuned"]["weight"][:2].any()
     assert not answer.tensors["tuned"]["weight"][2:].any()
-    without = method.classifier.tune_proxies(client_of(method, 1, 0), method.payload(server))
+    without = method.classifier.tune_proxies(client_of(method, 1, 0), method.make_payload(server))
     assert not any(change.any() for change in without.tensors["tuned"].values())
 
 
@@ -119,7 +119,7 @@ def test_importance_is_that_of_squared_gradients(method_of: Callable, client_of:
     """Of each sample by itself: vectors of units are one channel, whose importance is 1 beside no other."""
     method = method_of(Afc, "model.backbone=cnn", "model.width=4", "model.features=8")
     server = federate(method, 1)
-    client, payload = client_of(method, 1, 0), method.payload(server)
+    client, payload = client_of(method, 1, 0), method.make_payload(server)
     sums = method.sum_gradients(client, payload).tensors["importance"]
     assert [len(channels) for channels in sums.values()] == [4, 8, 1]
     network, proxies = (
@@ -170,7 +170,7 @@ def test_before_a_tasks_end_the_classifier_answers(method_of: Callable, federate
     with torch.inference_mode():
         _, features = activations(started.weights, inputs)
         proxies = method.classifier.load_proxies(started.networks[PROXIES])
-        torch.testing.assert_close(method.predictor(started)(inputs).logits, proxies(features, classes=4))
+        torch.testing.assert_close(method.make_predictor(started)(inputs).logits, proxies(features, classes=4))
 
 
 @pytest.mark.parametrize("kind", [Podnet, Afc])
@@ -181,22 +181,22 @@ def test_the_first_task_neither_draws_proxies_nor_tunes_them(
     short, long = (federate(method_of(kind, tune_epochs=epochs), 1) for epochs in (0, 3))
     assert trees.digest(short.networks[PROXIES]) == trees.digest(long.networks[PROXIES])
     method = method_of(kind)
-    begun = method.start_task(method.setup(), 0)
+    begun = method.start_task(method.create_server(), 0)
     assert method.begin_task(begun, None) is begun  # nobody is asked
 
 
 def test_old_proxies_stay_under_weight_decay_and_adam(method_of: Callable, client_of: Callable, federate: Any) -> None:
     method = method_of(Podnet, "optimizer.kind=adam", "optimizer.weight_decay=0.1", tune_epochs=0)
     server = method.start_task(federate(method, 1), 1)
-    moved = method.train(client_of(method, 1, 1), method.payload(server)).tensors["proxies-update"]["weight"]
+    moved = method.train(client_of(method, 1, 1), method.make_payload(server)).tensors["proxies-update"]["weight"]
     assert not moved[:2].any()
     assert moved[2:].any()
 
 
 def test_afcs_channels_are_asked_of_nobodys_samples(method_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     method = method_of(Afc, "model.backbone=cnn", "model.width=4", "model.features=8")
-    monkeypatch.setattr(type(method), "rows", None)
-    (outline,) = method.importance_form(1, -1).values()
+    monkeypatch.setattr(type(method), "select_rows", None)
+    (outline,) = method.make_importance_form(1, -1).values()
     assert [tuple(tensor.shape) for tensor in outline.tensors.values()] == [(4,), (8,), (1,)]
 
 

@@ -39,8 +39,8 @@ def test_the_gradient_is_autograds_of_the_objective(
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.1)
-    training = training_on(method, client, method.payload(server), network, server.weights)
-    batch: Batch = next(next(client.epochs()))
+    training = training_on(method, client, method.make_payload(server), network, server.weights)
+    batch: Batch = next(next(client.yield_epochs()))
     parameters = training.parameters
 
     network.zero_grad()
@@ -50,8 +50,8 @@ def test_the_gradient_is_autograds_of_the_objective(
     expected = list(torch.autograd.grad(objective, list(parameters.values())))
 
     network.zero_grad()
-    method.loss(training, batch).backward()
-    method.gradient(training)
+    method.compute_loss(training, batch).backward()
+    method.change_gradients(training)
     for parameter, gradient in zip(parameters.values(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
@@ -64,10 +64,10 @@ def test_a_step_by_hand(method_of: Callable, client_of: Callable, federate: Call
     server = replace(server, knowledge={**server.knowledge, "anchor": {n: torch.ones_like(t) for n, t in old.items()}})
     client = client_of(method, 1, 1)
     network = method.networks.load(server.spec, {name: torch.full_like(t, 2) for name, t in server.weights.items()})
-    training = training_on(method, client, method.payload(server), network, server.weights)
+    training = training_on(method, client, method.make_payload(server), network, server.weights)
     for parameter in training.parameters.values():
         parameter.grad = torch.full_like(parameter, 0.5)
-    method.gradient(training)
+    method.change_gradients(training)
     make_optimiser(client.run.params.optimizer, list(training.parameters.values()), 0).step()
     grown = 0
     for name, parameter in training.parameters.items():
@@ -86,8 +86,8 @@ def test_under_plain_sgd_special_c_is_a_case_of_it(
     splits = splits_of(same_classes=True)
     method = method_of(SpecialC, f"optimizer.lr={eta}", splits=splits, c=c)
     server = method.start_task(federate(method, 1), 1)
-    ours = method.train(client_of(method, 0, 1), method.payload(server)).tensors["update"]
+    ours = method.train(client_of(method, 0, 1), method.make_payload(server)).tensors["update"]
     other = method_of(ProxAnchor, f"optimizer.lr={eta / (1 + c)}", mu=c / eta, splits=splits)
-    same = other.train(client_of(other, 0, 1), other.payload(server)).tensors["update"]
+    same = other.train(client_of(other, 0, 1), other.make_payload(server)).tensors["update"]
     for name, update in ours.items():
         torch.testing.assert_close(update, same[name], rtol=0, atol=1e-5)

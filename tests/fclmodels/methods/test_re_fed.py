@@ -34,15 +34,15 @@ def test_scores_are_norms_of_gradients_of_each_sample_alone(
     method = method_of(ReFed, *WHOLE, f"model.head={head}", passes=2)
     server, client = federate(method), client_of(method, 1, 1, round=-1)
     rows = method.run.batches.read_raw(client.rows)
-    scores = method.score(Surrogate(method, client, method.payload(server), method.settings), rows)
+    scores = method.score(Surrogate(method, client, method.make_payload(server), method.settings), rows)
 
     network = method.networks.load(server.spec, server.weights).eval().requires_grad_(True)
     batch = method.run.batches.prepare_inputs(rows)
-    parameters = list(method.trainable(network, 1).values())
+    parameters = list(method.select_trainable(network, 1).values())
     expected = np.zeros(len(rows.labels))
     for number in (1, 2):
         losses = [
-            method.cross_entropy(network, network.backbone(batch.inputs[i : i + 1]), batch.labels[i : i + 1], 1)
+            method.compute_cross_entropy(network, network.backbone(batch.inputs[i : i + 1]), batch.labels[i : i + 1], 1)
             for i in range(len(batch.labels))
         ]
         gradients = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in losses]
@@ -61,7 +61,7 @@ def test_scores_of_the_last_layer_are_its_formula(method_of: Callable, client_of
     method = method_of(ReFedPlus, *WHOLE, passes=1)
     server, client = federate(method), client_of(method, 1, 1, round=-1)
     rows = method.run.batches.read_raw(client.rows)
-    scores = method.score(Surrogate(method, client, method.payload(server), method.settings), rows)
+    scores = method.score(Surrogate(method, client, method.make_payload(server), method.settings), rows)
     network = method.networks.load(server.spec, server.weights).eval()
     with torch.no_grad():
         f = network.backbone(method.run.batches.prepare_inputs(rows).inputs).double()
@@ -75,13 +75,13 @@ def test_the_hardest_stay_of_old_and_new_alike(
 ) -> None:
     method = method_of(ReFed, memory=3)
     server = federate(method)
-    first = method.store_hardest(client_of(method, 1, 0, round=-1), method.payload(federate(method, 1))).memory
+    first = method.store_hardest(client_of(method, 1, 0, round=-1), method.make_payload(federate(method, 1))).memory
     old = unpack_samples(first)
     assert old is not None
     assert len(old.labels) == 3
     monkeypatch.setattr(method, "score", lambda _, samples: -torch.arange(len(samples.labels)).float())
     both = unpack_samples(
-        method.store_hardest(client_of(method, 1, 1, round=-1, memory=first), method.payload(server)).memory
+        method.store_hardest(client_of(method, 1, 1, round=-1, memory=first), method.make_payload(server)).memory
     )
     assert both is not None
     assert torch.equal(both.inputs, old.inputs)
@@ -90,15 +90,15 @@ def test_the_hardest_stay_of_old_and_new_alike(
 def test_with_room_for_all_everything_is_replayed(method_of: Callable, client_of: Callable, federate: Callable) -> None:
     method = method_of(ReFed)
     server, memory = federate(method, 1), {}
-    memory = method.store_hardest(client_of(method, 1, 0, round=-1), method.payload(server)).memory
+    memory = method.store_hardest(client_of(method, 1, 0, round=-1), method.make_payload(server)).memory
     later = method.start_task(server, 1)
-    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.payload(later))
+    training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.make_payload(later))
     seen = sorted(
         (int(b.tasks[i]), b.inputs[i].sum().item())
-        for b in next(iter(method.epochs(training)))
+        for b in next(iter(method.yield_epochs(training)))
         for i in range(len(b.labels))
     )
-    rows = [next(method.run.batches.iterate_ordered(method.rows(task, 1), 1000)) for task in (0, 1)]
+    rows = [next(method.run.batches.iterate_ordered(method.select_rows(task, 1), 1000)) for task in (0, 1)]
     assert_allclose(seen, sorted((t, x.sum().item()) for t, b in enumerate(rows) for x in b.inputs), rtol=1e-5)
 
 

@@ -23,9 +23,9 @@ from fclmodels.storage import trees
 class RecordingJoint(Joint):
     seen: list[tuple[int, float]]
 
-    def loss(self, training: Any, batch: Any) -> Tensor:
+    def compute_loss(self, training: Any, batch: Any) -> Tensor:
         self.seen += zip(batch.tasks.tolist(), batch.inputs.double().flatten(1).sum(1).tolist(), strict=True)
-        return super().loss(training, batch)
+        return super().compute_loss(training, batch)
 
 
 def test_joint_sees_each_row_of_all_tasks_so_far_once_an_epoch(
@@ -34,15 +34,15 @@ def test_joint_sees_each_row_of_all_tasks_so_far_once_an_epoch(
     method = method_of(
         RecordingJoint, splits=splits_of(tasks=3, train={(t, c): 2 + t + c for t in range(3) for c in range(4)}, val=2)
     )
-    server = method.setup()
+    server = method.create_server()
     for task in range(3):
         server = method.start_task(server, task)
         method.seen = []
-        method.train(client_of(method, 0, task), method.payload(server))
+        method.train(client_of(method, 0, task), method.make_payload(server))
         sizes = Counter(task for task, _ in method.seen)
         assert sizes == {earlier: sum(2 + earlier + client for client in range(4)) for earlier in range(task + 1)}
         assert len(set(method.seen)) == len(method.seen)
-        assert method.participants(task) == (0,)
+        assert method.list_participants(task) == (0,)
 
 
 def test_joint_takes_a_sample_once_where_clients_share_it(
@@ -53,13 +53,13 @@ def test_joint_takes_a_sample_once_where_clients_share_it(
     shared = manifest.filter(pl.col("split") == "train", pl.col("client") == 0).with_columns(client=pl.lit(3, pl.Int32))
     pl.concat([manifest, shared]).write_parquet(splits.folder / "manifest.parquet")
     method = method_of(Joint, splits=reopened(splits))
-    rows = method.rows(1, 0)
+    rows = method.select_rows(1, 0)
     assert len(rows) == len(np.unique(rows.samples)) == 2 * 4 * 8
 
 
 def test_joint_starts_from_scratch_after_each_task(method_of: Callable, federate: Callable) -> None:
     method = method_of(Joint, "model.freeze=[fc1]")
-    fresh = method.start_task(method.start_task(method.setup(), 0), 1)
+    fresh = method.start_task(method.start_task(method.create_server(), 0), 1)
     learned = method.start_task(federate(method, 1), 1)
     assert trees.digest(learned.to_tree()) == trees.digest(fresh.to_tree())
     end = federate(method, 2).weights
@@ -71,10 +71,10 @@ def test_joint_loss_is_the_mean_over_samples_of_each_ones_own(
     head: str, over: str, method_of: Callable, splits_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(Joint, f"model.loss_over={over}", "federation.batch_size=64", splits=splits_of(head=head))
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     client = client_of(method, 0, 1)
     network = method.networks.load(server.spec, server.weights).eval()
-    batch = next(next(client.epochs()))
+    batch = next(next(client.yield_epochs()))
     assert set(batch.tasks.tolist()) == {0, 1}
     losses = []
     for x, label, task in zip(batch.inputs, batch.labels.tolist(), batch.tasks.tolist(), strict=True):
@@ -83,7 +83,7 @@ def test_joint_loss_is_the_mean_over_samples_of_each_ones_own(
         )
         target = label if (head, over) == ("growing", "seen") else label - 2 * task
         losses.append(cross_entropy(columns, torch.tensor([target])))
-    got = method.loss(LocalTraining(method, client, network, server.weights), batch)
+    got = method.compute_loss(LocalTraining(method, client, network, server.weights), batch)
     torch.testing.assert_close(got, torch.stack(losses).mean())
 
 
@@ -112,13 +112,13 @@ def test_single_task_answers_with_the_tasks_own_model(
     method = method_of(SingleTask, splits=splits_of(tasks=3))
     server = federate(method)
     x = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    columns = method.columns(server)
+    columns = method.list_columns(server)
     assert columns.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert columns.owners.tolist() == [0, 0, 1, 1, 2, 2]
     with torch.no_grad():
-        got = method.predictor(server)(x).logits
+        got = method.make_predictor(server)(x).logits
         for task, weights in enumerate([*server.knowledge["models"], server.weights]):
-            network = method.networks.load(method.run.spec(task + 1), weights).eval()
+            network = method.networks.load(method.run.make_spec(task + 1), weights).eval()
             torch.testing.assert_close(got[:, 2 * task : 2 * task + 2], network(x, task))
 
 

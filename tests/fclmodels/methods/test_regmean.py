@@ -18,8 +18,8 @@ def make_round(
     method: Any, client_of: Callable, folder: Any, clients: int
 ) -> tuple[Any, list[dict[str, torch.Tensor]]]:
     """The server's weights after a round, and each client's own."""
-    server = method.start_task(method.setup(), 0)
-    payload, replies, own = method.payload(server), Replies(list(range(clients)), folder), []
+    server = method.start_task(method.create_server(), 0)
+    payload, replies, own = method.make_payload(server), Replies(list(range(clients)), folder), []
     for index in range(clients):
         training = method.prepare_training(client_of(method, index), payload)
         training.run()
@@ -36,7 +36,7 @@ def test_a_merged_layer_is_the_least_squares_solution_and_biases_are_means(
     after, own = make_round(method, client_of, tmp_path, 3)
     X = []
     for index in range(3):
-        (batch,) = method.run.batches.iterate_ordered(method.rows(0, index), 1000)
+        (batch,) = method.run.batches.iterate_ordered(method.select_rows(0, index), 1000)
         X.append(batch.inputs.flatten(1).double().numpy())
     rows = np.concatenate(X)
     outputs = np.concatenate([x @ w["backbone.fc1.weight"].double().numpy().T for x, w in zip(X, own, strict=True)])
@@ -55,7 +55,9 @@ def test_a_client_alone_gets_back_its_convolutions(
     after, (own,) = make_round(method, client_of, tmp_path, 1)
     for name, tensor in after.items():  # but along directions that hardly a patch has
         torch.testing.assert_close(tensor, own[name], atol=1e-3, rtol=1e-3)
-    shapes = {tensor.ndim for n, tensor in method.update_form(0, 0)["solved"].tensors.items() if n.startswith("gram")}
+    shapes = {
+        tensor.ndim for n, tensor in method.make_update_form(0, 0)["solved"].tensors.items() if n.startswith("gram")
+    }
     assert shapes == ({1} if widest == 1 else {2})
 
 
@@ -64,8 +66,8 @@ def test_masks_change_nothing_where_inputs_span_less_than_all(
 ) -> None:
     """Eight images a client, of 36 pixels; sums in fixed point have noise along directions that none of them has."""
     method = method_of(RegMean, share=1.0)
-    server = method.start_task(method.setup(), 0)
-    replies = [method.exchanges[TRAIN].reply(client_of(method, i), method.payload(server))[0] for i in range(3)]
+    server = method.start_task(method.create_server(), 0)
+    replies = [method.exchanges[TRAIN].reply(client_of(method, i), method.make_payload(server))[0] for i in range(3)]
     plain, masked = Replies([0, 1, 2], tmp_path), Replies([0], tmp_path)
     for index, reply in enumerate(replies):
         plain.add(index, reply)

@@ -79,7 +79,7 @@ def second_task(method_of: Callable, federate: Callable, client_of: Callable) ->
         ended = federate(method, 1)
         memory = {}
         if stored:
-            memory = method.add_curvature(client_of(method, 1, 0), method.payload(ended)).memory
+            memory = method.add_curvature(client_of(method, 1, 0), method.make_payload(ended)).memory
         return method, method.start_task(ended, 1), client_of(method, 1, 1, memory=memory)
 
     return make
@@ -100,10 +100,10 @@ def test_one_step_against_numpy(second_task: Callable) -> None:
     """FedAvg's step of each weight times P of the first task's inputs on the first task's model; biases as they are."""
     method, server, client = second_task(RgoApprox, True, damping=0.3)
     plain = FedAvg(FedAvg.Settings(), method.run)
-    steps = plain.train(client, plain.payload(server)).tensors["update"]
-    update = method.train(client, method.payload(server)).tensors["update"]
+    steps = plain.train(client, plain.make_payload(server)).tensors["update"]
+    update = method.train(client, method.make_payload(server)).tensors["update"]
     ended = {name: w[:2] if name.startswith("heads.") else w for name, w in server.weights.items()}
-    for layer, X in inputs_of(method, ended, method.rows(0, 1)).items():
+    for layer, X in inputs_of(method, ended, method.select_rows(0, 1)).items():
         P = p_in_numpy(X @ X.T / X.shape[1], 0.3)
         expected = steps[f"{layer}.weight"].double().numpy() @ P
         assert_allclose(update[f"{layer}.weight"], expected, atol=2e-5)
@@ -114,7 +114,7 @@ def test_one_step_against_numpy(second_task: Callable) -> None:
 def test_a_client_that_stores_nothing_takes_fedavgs_steps_to_the_bit(second_task: Callable) -> None:
     method, server, client = second_task(RgoApprox, False)
     plain = FedAvg(FedAvg.Settings(), method.run)
-    updates = [of.train(client, of.payload(server)).tensors["update"] for of in (method, plain)]
+    updates = [of.train(client, of.make_payload(server)).tensors["update"] for of in (method, plain)]
     assert trees.digest(updates[0]) == trees.digest(updates[1])
 
 

@@ -75,11 +75,11 @@ def test_a_clients_loss_is_of_both_views_of_new_and_stored_samples(
     server = method.start_task(federate(method, 1), 1)
     stored = method.store_samples(client_of(method, 2), {}).memory
     client = client_of(method, 2, 1, memory=stored)
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
 
     (new,) = method.run.batches.iterate_ordered(client.rows, 64)
     old = method.run.batches.prepare_inputs(unpack_samples(stored))
-    random = client.generator("replay")
+    random = client.make_generator("replay")
     method.run.batches.make_device_generator(random)
     drawn = torch.randperm(len(old.labels), generator=random)[:replayed]
     network = method.networks.load(server.spec, server.weights)
@@ -105,18 +105,18 @@ def test_means_are_of_all_stored_samples_on_the_last_model(
     network = method.networks.load(server.spec, server.weights).eval()
     total = np.zeros((6, network.backbone.features))
     for task, client in UNEVEN:
-        for batch in method.run.batches.iterate_ordered(method.rows(task, client), 64):
+        for batch in method.run.batches.iterate_ordered(method.select_rows(task, client), 64):
             f = network.backbone(batch.inputs).detach().double().numpy()
             np.add.at(total, batch.labels.numpy(), f / np.linalg.norm(f, axis=1, keepdims=True))
     assert_allclose(
         server.knowledge["means"]["weight"], total / np.linalg.norm(total, axis=1, keepdims=True), atol=1e-5
     )
 
-    inputs = torch.cat([b.inputs for b in method.run.batches.iterate_ordered(method.rows(1, 1), 64)])
+    inputs = torch.cat([b.inputs for b in method.run.batches.iterate_ordered(method.select_rows(1, 1), 64)])
     f = network.backbone(inputs).detach().double().numpy()
     f, mu = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (f, total))
     nearest = ((f[:, None] - mu) ** 2).sum(-1).argmin(1)
-    assert_allclose(method.predictor(server)(inputs).logits.argmax(1), nearest)
+    assert_allclose(method.make_predictor(server)(inputs).logits.argmax(1), nearest)
 
 
 def test_a_class_that_nobody_stores_is_never_the_answer(
@@ -128,16 +128,16 @@ def test_a_class_that_nobody_stores_is_never_the_answer(
     present = set(server.knowledge["means"]["bias"].eq(0).nonzero().flatten().tolist())
     (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_rows(0, "train"), 64)
     with torch.no_grad():
-        logits = method.predictor(server)(batch.inputs).logits
+        logits = method.make_predictor(server)(batch.inputs).logits
     assert set(logits.argmax(1).tolist()) <= present != set(range(4))
-    started = method.predictor(method.start_task(federate(method, 1), 1))(batch.inputs).logits
+    started = method.make_predictor(method.start_task(federate(method, 1), 1))(batch.inputs).logits
     assert started[:, 2:].max() < -1e8  # new classes have no mean during their task
 
 
 def test_columns_follow_the_heads(method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]) -> None:
     """The same classes in each task and a head for each: a task's columns have the means of its own samples."""
     method = method_of(Scr, splits=splits_of(same_classes=True, head="per-task"))
-    head = method.fitted_head(federate(method))
+    head = method.find_head(federate(method))
     assert head.sizes[0] == 4
     assert (head.weight[:2] - head.weight[2:]).norm(dim=1).min() > 1e-3
 
@@ -150,8 +150,8 @@ def test_a_clients_sums_stay_within_their_bound(
     server, memory = federate(method), {}
     for task in range(3):
         memory = method.store_samples(client_of(method, 2, task, memory=memory), {}).memory
-    form = method.means_form(2, -1)["means"]
-    answer = method.add_up_features(client_of(method, 2, 2, memory=memory), method.means_payload(server))
+    form = method.make_means_form(2, -1)["means"]
+    answer = method.add_up_features(client_of(method, 2, 2, memory=memory), method.make_means_payload(server))
     length = sum(tensor.square().sum() for tensor in answer.tensors["means"].values()) ** 0.5
     assert form.bound == pytest.approx(12 * 2**0.5)
     assert 5 < length < form.bound
@@ -165,6 +165,6 @@ def test_it_learns_and_keeps_old_tasks(method_of: Callable, federate: Callable) 
         server: Server = federate(method)
         for task in range(2):
             (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_test_rows(task), 64)
-            answer = method.predictor(server)(batch.inputs).logits.argmax(1)
+            answer = method.make_predictor(server)(batch.inputs).logits.argmax(1)
             right.append((answer == batch.labels).double().mean().item())
     assert np.mean(right) > 0.75

@@ -59,7 +59,7 @@ def test_a_round_of_a_later_task_is_fedavgs_and_then_eq_6(method_of: Callable, f
 def test_the_drift_under_a_constant_update_has_the_closed_form(lam: float, method_of: Callable, tmp_path: Path) -> None:
     """And so the shares of the limit that the advice is made of."""
     method = special_of(method_of, lam)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     anchor = server.knowledge["anchor"]
     update = {name: torch.full_like(w, 0.01) for name, w in server.weights.items()}
     length = sum(0.01**2 * w.numel() for w in anchor.values()) ** 0.5
@@ -71,7 +71,10 @@ def test_the_drift_under_a_constant_update_has_the_closed_form(lam: float, metho
         expected = sum((1 + lam) ** -k for k in range(1, done + 1))
         assert compute_drift(lam, done) == pytest.approx(expected)
         assert moved == pytest.approx(length * expected, rel=1e-4)
-    fresh = server.weights["heads.0.weight"][2:] - method.start_task(method.setup(), 1).weights["heads.0.weight"][2:]
+    fresh = (
+        server.weights["heads.0.weight"][2:]
+        - method.start_task(method.create_server(), 1).weights["heads.0.weight"][2:]
+    )
     torch.testing.assert_close(fresh, torch.full_like(fresh, 0.3), rtol=0, atol=1e-5)
 
 
@@ -99,7 +102,7 @@ def test_the_fitting_lambda_makes_just_these_rounds_useful(rounds: int) -> None:
 
 def test_advice_tells_how_many_rounds_are_useful(method_of: Callable, splits_of: Callable) -> None:
     splits = splits_of(tasks=3)
-    (line,) = special_of(method_of, 0.25, "federation.rounds=[40, 18, 10]", splits=splits).advice()
+    (line,) = special_of(method_of, 0.25, "federation.rounds=[40, 18, 10]", splits=splits).list_advice()
     assert line.startswith("lambda 0.25: ")
     assert "4 times as far" in line
     assert line.endswith("98% of that by round 18")
@@ -107,17 +110,17 @@ def test_advice_tells_how_many_rounds_are_useful(method_of: Callable, splits_of:
 
 def test_advice_warns_of_rounds_that_the_anchor_makes_useless(method_of: Callable, splits_of: Callable) -> None:
     splits = splits_of(tasks=3)
-    _, warning = special_of(method_of, 0.25, "federation.rounds=[1, 19, 5]", splits=splits).advice()
+    _, warning = special_of(method_of, 0.25, "federation.rounds=[1, 19, 5]", splits=splits).list_advice()
     assert warning.startswith("federation.rounds: 1 of 2 later tasks goes on beyond that, up to round 19,")
     scaled = special_of(method_of, 0.25, "federation.rounds=40", "federation.rounds_scale=0.4", splits=splits)
-    assert len(scaled.advice()) == 1  # 16 rounds are left of them
-    both = special_of(method_of, 1.0, "federation.rounds=20", splits=splits).advice()
+    assert len(scaled.list_advice()) == 1  # 16 rounds are left of them
+    both = special_of(method_of, 1.0, "federation.rounds=20", splits=splits).list_advice()
     assert "2 of 2 later tasks go on beyond that, up to round 20," in both[1]
     assert both[1].endswith(
         "with new classes' rows of the head, which have no anchor, left to move. Take fewer rounds, or a lambda of 0.21"
     )
     domains = splits_of(tasks=3, same_classes=True)
-    _, warning = special_of(method_of, 1.0, "federation.rounds=20", splits=domains).advice()
+    _, warning = special_of(method_of, 1.0, "federation.rounds=20", splits=domains).list_advice()
     assert "with little left to move." in warning
 
 
@@ -128,14 +131,14 @@ def test_who_follows_the_advice_is_not_warned_again(rounds: int, method_of: Call
 
 
 def test_the_least_lambda_has_advice_too(method_of: Callable) -> None:
-    (line,) = special_of(method_of, 1e-320).advice()
+    (line,) = special_of(method_of, 1e-320).list_advice()
     assert line.startswith("lambda 9.99989e-321: ")
 
 
 def test_there_is_no_advice_where_nothing_is_anchored(method_of: Callable, splits_of: Callable) -> None:
-    assert method_of(FedAvg).advice() == []
-    assert special_of(method_of, 0.0).advice() == []
-    assert special_of(method_of, 1.0, "federation.rounds=50", splits=splits_of(tasks=1)).advice() == []
+    assert method_of(FedAvg).list_advice() == []
+    assert special_of(method_of, 0.0).list_advice() == []
+    assert special_of(method_of, 1.0, "federation.rounds=50", splits=splits_of(tasks=1)).list_advice() == []
 
 
 @pytest.fixture

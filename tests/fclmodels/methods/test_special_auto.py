@@ -29,7 +29,7 @@ AUTO = {"lambda": "auto"}
 def searched(losses: list[float], rounds: int, tolerance: float = 0.05) -> Search:
     search = Search()
     for loss in losses:
-        search = search.after(loss, GUESSING, tolerance, rounds)
+        search = search.finish_step(loss, GUESSING, tolerance, rounds)
     return search
 
 
@@ -54,11 +54,11 @@ def test_steps_by_hand() -> None:
     settled = searched([2.3, 0.3, 0.3], rounds=10)
     assert settled.compute_radius(2.0, last=False) == pytest.approx(2 * math.exp(-0.12))
     assert settled.compute_radius(2.0, last=True) == 2.0
-    out = settled.after(0.5, GUESSING, 0.05, 10)
+    out = settled.finish_step(0.5, GUESSING, 0.05, 10)
     assert (out.within, out.step) == (False, pytest.approx(0.06))
     assert out.compute_radius(1.5, last=True) == pytest.approx(1.5 * math.exp(0.06))
-    assert out.after(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
-    back = out.after(0.3, GUESSING, 0.05, 10)
+    assert out.finish_step(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
+    back = out.finish_step(0.3, GUESSING, 0.05, 10)
     assert (back.within, back.step) == (True, pytest.approx(0.03))
 
 
@@ -78,7 +78,7 @@ def test_it_finds_the_smallest_drift_that_is_good_enough(far: float, floor: floa
     """On a bowl, L(d) = floor + (start - floor) (1 - d / far)^2, whose bottom is four rounds away without an anchor."""
     drift, search, rounds = 0.0, Search(), 40
     for _ in range(rounds):
-        search = search.after(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
+        search = search.finish_step(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
         drift = min(search.compute_radius(drift, last=False), drift + far / 4, far)
     best = far * (1 - math.sqrt(0.05 * (GUESSING - floor) / (start - floor)))
     assert drift == pytest.approx(best, rel=0.1)
@@ -99,7 +99,7 @@ def loss_by_hand(method: Special, weights: dict[str, Any], task: int, client: in
     splits = method.run.splits
     rows = splits.select_rows(task, "val", client)
     x = (splits.images[torch.from_numpy(rows.samples)].float() / 255 - 0.5) / 0.25
-    network = method.networks.load(method.run.spec(task + 1), weights).eval()
+    network = method.networks.load(method.run.make_spec(task + 1), weights).eval()
     with torch.no_grad():
         return float(cross_entropy(network(x), torch.from_numpy(rows.labels), reduction="sum")), len(rows)
 
@@ -110,20 +110,20 @@ def test_a_client_tells_the_val_loss_of_what_it_was_sent(
     """Two numbers, of its own val rows, before any training; and nothing in the first task."""
     method = method_of(Special, "model.dropout=[0.2, 0.5]", splits=splits_of(val=5), **AUTO)
     server = method.start_task(federate(method, 1), 1)
-    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 2, 1), method.payload(server))
+    reply, _ = method.exchanges[TRAIN].reply(client_of(method, 2, 1), method.make_payload(server))
     expected, count = loss_by_hand(method, server.weights, 1, 2)
     told = reply.parts["val"]
     assert (told.kind, told.bytes, told.tensors["samples"].item()) == ("loss", 16, 5)
     assert count == 5
     assert told.tensors["loss"].item() == pytest.approx(expected, rel=1e-5)
-    first = method.start_task(method.setup(), 0)
-    assert "val" not in method.exchanges[TRAIN].reply(client_of(method, 2), method.payload(first))[0].parts
+    first = method.start_task(method.create_server(), 0)
+    assert "val" not in method.exchanges[TRAIN].reply(client_of(method, 2), method.make_payload(first))[0].parts
 
 
 def test_training_is_fedavgs(method_of: Callable, client_of: Callable, splits_of: Callable, federate: Callable) -> None:
     splits, dropout = splits_of(val=5), "model.dropout=[0.2, 0.5]"
     auto, fedavg = method_of(Special, dropout, splits=splits, **AUTO), method_of(FedAvg, dropout, splits=splits)
-    payload = auto.payload(auto.start_task(federate(auto, 1), 1))
+    payload = auto.make_payload(auto.start_task(federate(auto, 1), 1))
     ours, theirs = (method.train(client_of(method, 1, 1), payload).tensors for method in (auto, fedavg))
     assert trees.digest(ours["update"]) == trees.digest(theirs["update"])
     assert ours.keys() - theirs.keys() == {"val"}
@@ -144,14 +144,14 @@ def replies_of(
 def test_the_server_reacts_to_val_losses(method_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
     """Free while the loss falls, nearer and nearer while it stays, outwards again when it rises; held without news."""
     method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     anchor, drifts, weights = server.knowledge["anchor"], [0.0], []
     for loss in (2.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.9, 0.9):
         server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))
         drifts.append(measure_distance(server.weights, anchor))
         share = method.share(server)
         weights.append(share / (1 - share))
-        assert method.anchor_weight(server) == 0  # no one lambda, of which a bound of the drift could be told
+        assert method.find_anchor_weight(server) == 0  # no one lambda, of which a bound of the drift could be told
     assert weights[:3] == [0, 0, 0]
     for before, after, step in zip(drifts[3:6], drifts[4:7], (0.12, 0.144, 0.1728), strict=True):
         assert after == pytest.approx(before * math.exp(-step), rel=1e-5)
@@ -168,7 +168,7 @@ def test_of_updates_it_reads_nothing_but_how_far_they_go(
 ) -> None:
     """In another direction, beside other train losses: the same search, and the same share of the anchor."""
     method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
-    one = other = method.start_task(method.start_task(method.setup(), 0), 1)
+    one = other = method.start_task(method.start_task(method.create_server(), 0), 1)
     random = torch.Generator().manual_seed(0)
     signs = {name: torch.randint(0, 2, w.shape, generator=random) * 2 - 1 for name, w in one.weights.items()}
     steps = {name: 0.01 * sign for name, sign in signs.items()}
@@ -186,7 +186,7 @@ def test_the_last_round_tries_nothing_smaller(
 ) -> None:
     """Also where some round's clients have no val rows."""
     method = method_of(Special, "federation.rounds=10", splits=splits_of(val=5), **AUTO)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     drifts = []
     for round in range(10):
         samples = 0.0 if round in silent else 3.0
@@ -212,7 +212,7 @@ def test_guessing_is_among_the_classes_of_the_loss(
     overrides: tuple[str, ...], head: str, classes: int, method_of: Callable, splits_of: Callable
 ) -> None:
     method = method_of(Special, *overrides, splits=splits_of(val=2, head=head), **AUTO)
-    assert method.compute_guessing_loss(method.run.spec(2), 1) == pytest.approx(math.log(classes))
+    assert method.compute_guessing_loss(method.run.make_spec(2), 1) == pytest.approx(math.log(classes))
 
 
 def test_each_task_is_searched_anew_and_ends_nearer_the_anchor_than_fedavg(
@@ -249,11 +249,11 @@ def test_under_noise_no_client_tells_more_than_its_bound(
 ) -> None:
     """Of a model that is sure of what is wrong: the loss is cut at twice what guessing costs."""
     method = method_of(Special, *ALONE, splits=splits_of(val=4), **AUTO)
-    payload = method.payload(method.start_task(method.start_task(method.setup(), 0), 1))
+    payload = method.make_payload(method.start_task(method.start_task(method.create_server(), 0), 1))
     wrong = {name: 1e4 * tensor for name, tensor in payload["weights"].tensors.items()}
     told = method.measure_val_loss(client_of(method, 0, 1), {"weights": Part("weights", wrong)})
     assert (told["loss"].item(), told["samples"].item()) == (1, 1)
-    assert method.update_form(1, 0)["val"].bound == pytest.approx(2**0.5)
+    assert method.make_update_form(1, 0)["val"].bound == pytest.approx(2**0.5)
 
 
 def test_stopped_and_resumed_it_is_the_same(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:
@@ -286,19 +286,19 @@ def test_without_val_rows_it_reads_train_rows(method_of: Callable, splits_of: Ca
     """All of a client's, by the model before its training; it is the default."""
     method = method_of(Special, splits=splits_of(val=0))
     assert method.settings.lam == "auto"
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     client = client_of(method, 2, 1)
-    sent = method.measure_val_loss(client, method.payload(server))
+    sent = method.measure_val_loss(client, method.make_payload(server))
     x = method.run.batches.prepare_inputs(method.run.batches.read_raw(client.rows))
     with torch.no_grad():
-        network = method.networks.load(method.run.spec(2), server.weights).eval()
+        network = method.networks.load(method.run.make_spec(2), server.weights).eval()
         expected = cross_entropy(network(x.inputs), x.labels, reduction="sum")
     assert sent["samples"] == len(client.rows)
     assert sent["loss"].item() == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_advice_tells_when_the_anchor_begins(method_of: Callable, splits_of: Callable) -> None:
-    (line,) = method_of(Special, splits=splits_of(val=5), **AUTO).advice()
+    (line,) = method_of(Special, splits=splits_of(val=5), **AUTO).list_advice()
     assert line.startswith("lambda auto: no anchor until ")
 
 
@@ -316,7 +316,7 @@ def test_losses_of_other_clients_each_round_are_smoothed(
     for chosen in (1, 4):
         overrides = ("federation.rounds=10", f"federation.clients_per_round={chosen}")
         method = method_of(Special, *overrides, splits=splits_of(val=5), **AUTO)
-        server = method.start_task(method.start_task(method.setup(), 0), 1)
+        server = method.start_task(method.start_task(method.create_server(), 0), 1)
         total, count, expected = 0.0, 0.0, []
         for loss, n in zip(losses, samples, strict=True):
             total, count = 0.75 * total + 0.25 * loss * n, 0.75 * count + 0.25 * n
@@ -336,7 +336,7 @@ def test_a_lucky_round_of_few_clients_starts_no_anchor(
     for chosen in (1, 4):
         overrides = ("federation.rounds=10", f"federation.clients_per_round={chosen}")
         method = method_of(Special, *overrides, splits=splits_of(val=5), **AUTO)
-        server = method.start_task(method.start_task(method.setup(), 0), 1)
+        server = method.start_task(method.start_task(method.create_server(), 0), 1)
         shares = []
         for loss in losses:
             server = method.aggregate(server, replies_of(server, loss, 3.0, tmp_path))

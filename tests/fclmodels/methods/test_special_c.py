@@ -25,14 +25,14 @@ class ByStep(SpecialC):
     """SPECIAL-C in terms of the whole step: w + s becomes (w + s + c W*) / (1 + c)."""
 
     def step(self, training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
-        anchored, c = training.part(AnchoredParameters), self.settings.c
+        anchored, c = training.find_part(AnchoredParameters), self.settings.c
         assert anchored is not None
         for name, anchor in anchored.anchor.items():
             proposed = anchored.parameters[name]  # they are where the optimiser wants them to be
             rows(steps[name], anchor).add_((proposed + c * anchor) / (1 + c) - proposed)
         return steps
 
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         """Do nothing: the step was anchored."""
 
 
@@ -60,14 +60,16 @@ def test_one_local_step_by_hand(method_of: Callable, client_of: Callable, federa
     anchor = server.knowledge["anchor"]
     shift = torch.Generator().manual_seed(0)
     weights = {name: w + 0.1 * torch.randn(w.shape, generator=shift) for name, w in server.weights.items()}
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     payload["weights"].tensors.update(weights)
     client = client_of(method, 2, 1)
 
     network = method.networks.load(server.spec, weights)
     parameters = dict(network.named_parameters())
     training = LocalTraining(method, client, network, weights)
-    gradients = torch.autograd.grad(method.loss(training, next(next(client.epochs()))), list(parameters.values()))
+    gradients = torch.autograd.grad(
+        method.compute_loss(training, next(next(client.yield_epochs()))), list(parameters.values())
+    )
     expected = {name: weights[name] - 0.1 * g for name, g in zip(parameters, gradients, strict=True)}
     for name, old in anchor.items():
         expected[name][: len(old)] = (expected[name][: len(old)] + 0.25 * old) / 1.25
@@ -83,11 +85,11 @@ def test_the_mapping_is_the_proximal_one(
     method = method_of(SpecialC, c=0.7)
     server = method.start_task(federate(method, 1), 1)
     network = method.networks.load(server.spec, {name: w + 0.3 for name, w in server.weights.items()})
-    training = training_on(method, client_of(method, 0, 1), method.payload(server), network, server.weights)
+    training = training_on(method, client_of(method, 0, 1), method.make_payload(server), network, server.weights)
     v = training.parameters["backbone.fc2.bias"].detach().double().numpy().copy()
     anchor = server.knowledge["anchor"]["backbone.fc2.bias"].double().numpy()
     best = minimize(lambda w: ((w - v) ** 2).sum() / 2 + 0.7 * ((w - anchor) ** 2).sum() / 2, v, tol=1e-9).x
-    method.after(training)
+    method.finish_step(training)
     torch.testing.assert_close(
         training.parameters["backbone.fc2.bias"].detach().double(), torch.from_numpy(best), rtol=0, atol=1e-5
     )
@@ -96,11 +98,13 @@ def test_the_mapping_is_the_proximal_one(
 def test_advice_tells_c_in_units_of_lambda(method_of: Callable, splits_of: Callable) -> None:
     """(1 + c)^S - 1 over the S = 2 epochs of 3 steps of a client with 24 samples."""
     splits = splits_of(tasks=2, train={(t, k): 24 for t in range(2) for k in range(2)})
-    (line,) = method_of(SpecialC, "federation.local_epochs=2", "federation.batch_size=8", splits=splits, c=0.1).advice()
+    (line,) = method_of(
+        SpecialC, "federation.local_epochs=2", "federation.batch_size=8", splits=splits, c=0.1
+    ).list_advice()
     assert "over the 6 local steps" in line
     assert f"lambda of {1.1**6 - 1:.2g}:" in line
     assert "further than 10 steps" in line
-    assert method_of(SpecialC, c=0.0).advice() == []
+    assert method_of(SpecialC, c=0.0).list_advice() == []
 
 
 @pytest.mark.parametrize("decay", [{}, {"lr_decay": 0.5}, {"lr_decay": 0.5, "lr_decay_epochs": 1}])
@@ -114,14 +118,14 @@ def test_by_default_a_round_is_proximal_gradient_steps_of_specials_objective(
     server = method.start_task(federate(method, 1), 1)
     anchor, client = server.knowledge["anchor"], client_of(method, 2, 1, round=1)
     weights = {name: w + 0.1 for name, w in server.weights.items()}
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     payload["weights"].tensors.update(weights)
     network = method.networks.load(server.spec, weights)
     parameters = dict(network.named_parameters())
     training = LocalTraining(method, client, network, weights)
-    for epoch, (batch,) in enumerate(map(list, client.epochs())):
+    for epoch, (batch,) in enumerate(map(list, client.yield_epochs())):
         eta = 0.1 * {0: 1.0, 1: 0.5, 2: 0.5 ** (2 + epoch)}[len(decay)]
-        gradients = torch.autograd.grad(method.loss(training, batch), list(parameters.values()))
+        gradients = torch.autograd.grad(method.compute_loss(training, batch), list(parameters.values()))
         with torch.no_grad():
             for (name, p), g in zip(parameters.items(), gradients, strict=True):
                 p -= eta * g

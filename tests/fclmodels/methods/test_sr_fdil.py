@@ -34,10 +34,12 @@ def test_what_is_stored_is_nearest_to_all_clients_means(
     """In the first task there is one domain: b alone decides, two samples of each class."""
     method = method_of(SrFdil, memory=4)
     server = after_each_task(method)[0]
-    client, payload = client_of(method, 1, 0, -1), method.scored_payload(server)
+    client, payload = client_of(method, 1, 0, -1), method.make_scored_payload(server)
     (batch,) = method.run.batches.iterate_ordered(client.rows, 1000)
     network = method.networks.load(server.spec, server.weights).eval()
-    everyone = [next(method.run.batches.iterate_ordered(method.rows(0, k), 1000)) for k in method.participants(0)]
+    everyone = [
+        next(method.run.batches.iterate_ordered(method.select_rows(0, k), 1000)) for k in method.list_participants(0)
+    ]
     with torch.no_grad():
         f = network.backbone(batch.inputs).double().numpy()
         of_all = [(network.backbone(one.inputs).double().numpy(), one.labels.numpy()) for one in everyone]
@@ -56,7 +58,7 @@ def test_what_is_stored_is_nearest_to_all_clients_means(
 def test_clients_are_drawn_by_importance(method_of: Callable) -> None:
     method = method_of(SrFdil)
     ratings = {"0": torch.tensor([1.0, 2.0]), "1": torch.tensor([0.5, 0.5]), "2": torch.tensor([0.0, 0.0])}
-    server = replace(method.setup(), knowledge={"ratings": ratings})
+    server = replace(method.create_server(), knowledge={"ratings": ratings})
     random = torch.Generator().manual_seed(0)
     drawn = Counter(k for _ in range(2000) for k in method.choose_clients(server, 0, (0, 1, 2), 1, random))
     assert_allclose(drawn[0] / 2000, 0.75, atol=0.03)
@@ -66,7 +68,7 @@ def test_clients_are_drawn_by_importance(method_of: Callable) -> None:
 
 def test_equal_importance_draws_uniformly(method_of: Callable) -> None:
     method = method_of(SrFdil)
-    server = replace(method.setup(), knowledge={"ratings": {str(k): torch.ones(2) for k in range(4)}})
+    server = replace(method.create_server(), knowledge={"ratings": {str(k): torch.ones(2) for k in range(4)}})
     random = torch.Generator().manual_seed(0)
     drawn = Counter(k for _ in range(2000) for k in method.choose_clients(server, 0, (0, 1, 2, 3), 2, random))
     assert_allclose([drawn[k] / 4000 for k in range(4)], 0.25, atol=0.03)
@@ -77,7 +79,7 @@ def test_importance_is_of_new_rows_and_of_stored_ones(
 ) -> None:
     method = method_of(SrFdil)
     server = method.start_task(federate(method, 1), 1)
-    payload, raw = method.scored_payload(server), method.run.batches.read_raw(method.rows(0, 1))
+    payload, raw = method.make_scored_payload(server), method.run.batches.read_raw(method.select_rows(0, 1))
     without = method.rate_samples(client_of(method, 1, 1, -1001), payload).tensors["rating"]["rating"]
     memory: dict[str, Any] = pack_samples(raw)
     client = client_of(method, 1, 1, -1001, memory=memory)

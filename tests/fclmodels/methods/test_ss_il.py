@@ -24,16 +24,16 @@ def test_the_loss_against_numpy(
     method = method_of(SsIl, splits=splits_of(tasks=3, **STREAMS[stream]), replay=3, temperature=3.0)
     ended = after_each_task(method)[1]
     server = method.start_task(ended, 2)
-    memory = method.select_exemplars(client_of(method, 1, 1), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1, 1), method.make_payload(ended)).memory
     client = client_of(method, 1, 2, memory=memory)
-    training, again = (method.prepare_training(client, method.payload(server)) for _ in range(2))
-    batch = next(next(method.epochs(training)))
-    replayed = again.part(Replay).draw(3)
+    training, again = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
+    batch = next(next(method.yield_epochs(training)))
+    replayed = again.find_part(Replay).draw(3)
     training.network.eval()
-    loss = float(method.loss(training, batch).detach())
+    loss = float(method.compute_loss(training, batch).detach())
 
     both = Batch.concatenate([batch, replayed])
-    z, old = mlp.logits(server.weights, both.inputs), mlp.logits(ended.weights, both.inputs)
+    z, old = mlp.compute_logits(server.weights, both.inputs), mlp.compute_logits(ended.weights, both.inputs)
     expected = 0.0
     for row, label in zip(z, both.labels.tolist(), strict=True):
         side = slice(4, 6) if label >= 4 else slice(0, 4)
@@ -51,10 +51,10 @@ def test_exemplars_come_beside_the_rows_and_not_among_them(
 ) -> None:
     method = method_of(SsIl)
     ended = federate(method, 1)
-    memory = method.select_exemplars(client_of(method, 1, 0), method.payload(ended)).memory
+    memory = method.select_exemplars(client_of(method, 1, 0), method.make_payload(ended)).memory
     client = client_of(method, 1, 1, memory=memory)
-    training = method.prepare_training(client, method.payload(method.start_task(ended, 1)))
-    tasks = {task for epoch in method.epochs(training) for batch in epoch for task in batch.tasks.tolist()}
+    training = method.prepare_training(client, method.make_payload(method.start_task(ended, 1)))
+    tasks = {task for epoch in method.yield_epochs(training) for batch in epoch for task in batch.tasks.tolist()}
     assert tasks == {1}
 
 

@@ -46,7 +46,7 @@ Named = dict[str, np.ndarray]
 
 
 def third_task(method: Any) -> Server:
-    server = method.setup()
+    server = method.create_server()
     for task in range(3):
         server = method.start_task(server, task)
     return server
@@ -54,7 +54,7 @@ def third_task(method: Any) -> Server:
 
 def coreset_of(method: Any, sizes: tuple[int, ...] = (4, 3)) -> tuple[Rows, Memory]:
     """So many samples of each earlier task."""
-    rows = Rows.concatenate([method.rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)])
+    rows = Rows.concatenate([method.select_rows(task, 0).take(np.arange(size)) for task, size in enumerate(sizes)])
     return rows, {**pack_samples(method.run.batches.read_raw(rows)), "seen": {}}
 
 
@@ -68,7 +68,7 @@ def prototypes_of(method: Any, network: Any, rows: Rows) -> tuple[Tensor, Tensor
 
 
 def update_of(method: Any, client: Client) -> Named:
-    update = method.train(client, method.payload(third_task(method))).tensors["update"]
+    update = method.train(client, method.make_payload(third_task(method))).tensors["update"]
     return {name: tensor.double().numpy() / client.weight for name, tensor in update.items()}
 
 
@@ -225,7 +225,7 @@ def test_a_round_goes_along_the_alignment_of_tasks_displacements(
     prototypes = prototypes_of(method, method.networks.load(server.spec, server.weights), rows)
 
     class OneTask(FedAvg):
-        def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
             return loss_of(training.network, batch, int(batch.tasks[0]), protonet, prototypes)
 
     displacements = []
@@ -254,7 +254,9 @@ def test_tasks_that_agree_change_nothing(
     for way in (temporal, "none"):
         method = method_of(Stamp, *overrides, splits=splits, temporal=way, protonet=0)
         _, memory = coreset_of(method)
-        client = client_of(method, 0, 2, memory=memory | pack_samples(method.run.batches.read_raw(method.rows(2, 0))))
+        client = client_of(
+            method, 0, 2, memory=memory | pack_samples(method.run.batches.read_raw(method.select_rows(2, 0)))
+        )
         updates.append(update_of(method, client))
     for name, moved in updates[1].items():
         assert_allclose(updates[0][name], moved, atol=1e-5)
@@ -270,7 +272,7 @@ def test_past_passes_leave_running_statistics_to_the_current_task(
     for way in (temporal, "none"):
         method = method_of(Stamp, *settings, splits=splits_of(tasks=3), temporal=way, batch_norm=policy)
         _, memory = coreset_of(method)
-        answer = method.train(client_of(method, 0, 2, memory=memory), method.payload(third_task(method)))
+        answer = method.train(client_of(method, 0, 2, memory=memory), method.make_payload(third_task(method)))
         own = answer.tensors.get("statistics") or answer.memory.get("personal", {})
         moved.append((own, trees.digest(answer.tensors["update"])))
     statistics, digests = zip(*moved, strict=True)
@@ -349,7 +351,7 @@ def test_old_tasks_are_forgotten_less(
         method = method_of(kind, "federation.rounds=8", splits=splits_of(tasks=3, clients=2), **settings)
         server = federate(method)
         network = method.networks.load(server.spec, server.weights).eval()
-        rows = Rows.concatenate([method.rows(task, client) for task in (0, 1) for client in range(2)])
+        rows = Rows.concatenate([method.select_rows(task, client) for task in (0, 1) for client in range(2)])
         (batch,) = method.run.batches.iterate_ordered(rows, 1000)
         losses.append(cross_entropy(network(batch.inputs), batch.labels).item())
     assert losses[1] < 0.75 * losses[0]

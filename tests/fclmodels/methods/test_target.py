@@ -63,17 +63,17 @@ def test_a_clients_loss_against_numpy(
     server = Server(server.spec, server.weights, 1, {**server.knowledge, "synthetic": pool})
     student = {name: w + 0.1 * torch.randn_like(w) for name, w in server.weights.items()}
     client = client_of(method, 1, 1)
-    payload = method.payload(Server(server.spec, student, 1, server.knowledge))
-    training, batch = method.prepare_training(client, payload), next(next(client.epochs()))
+    payload = method.make_payload(Server(server.spec, student, 1, server.knowledge))
+    training, batch = method.prepare_training(client, payload), next(next(client.yield_epochs()))
     inputs = next(SyntheticImages(client, images, 4))
-    new, old = mlp.logits(student, batch.inputs), mlp.logits(student, inputs)
+    new, old = mlp.compute_logits(student, batch.inputs), mlp.compute_logits(student, inputs)
     columns = {"growing": [2, 3], "shared": [0, 1], "per-task": [2, 3]}[stream]
-    labels = np.array([method.run.spec(2).tasks[1].index(label) for label in batch.labels.tolist()])
+    labels = np.array([method.run.make_spec(2).tasks[1].index(label) for label in batch.labels.tolist()])
     right = -log_softmax(new[:, columns], axis=1)[np.arange(len(labels)), labels].mean()
-    t = mlp.logits(last.weights, inputs) / 2
+    t = mlp.compute_logits(last.weights, inputs) / 2
     log_s = log_softmax(old[:, : t.shape[1]] / 2, axis=1)
     right += 25 * (softmax(t, axis=1) * (log_softmax(t, axis=1) - log_s)).sum(1).mean()
-    assert_allclose(method.loss(training, batch).item(), right, rtol=1e-5)
+    assert_allclose(method.compute_loss(training, batch).item(), right, rtol=1e-5)
 
 
 # The server's synthesis.
@@ -86,7 +86,7 @@ def synthesis_of(method_of: Callable, splits_of: Callable) -> Callable[..., Targ
     def make(backbone: str = "resnet18", **settings: Any) -> TargetSynthesis:
         model = (f"model.backbone={backbone}", *(["model.width=4"] if backbone == "resnet18" else []))
         method = method_of(Target, *model, splits=splits_of(shape=(3, 8, 8)), **{**TINY, **settings})
-        spec = method.run.spec(2)
+        spec = method.run.make_spec(2)
         random = torch.manual_seed(1)
         teacher, student = (build_network(spec, torch.Generator().manual_seed(seed)) for seed in (1, 2))
         for layer in teacher.modules():
@@ -132,9 +132,9 @@ def test_it_goes_on_from_its_state(synthesis_of: Callable[..., TargetSynthesis])
     assert straight.rounds == 3
     take(straight, range(3))
     take(first, range(2))
-    second.restore(first.state())
+    second.restore(first.collect_state())
     take(second, range(2, 3))
-    assert trees.digest(second.state()) == trees.digest(straight.state())
+    assert trees.digest(second.collect_state()) == trees.digest(straight.collect_state())
     assert straight.count == 12
 
 
@@ -220,15 +220,15 @@ def test_draws_go_through_all_before_any_again() -> None:
 def test_what_it_advises_and_refuses(method_of: Callable, splits_of: Callable) -> None:
     with pytest.raises(UserError, match="rounds: 2 of warmup: 2 leave no image"):
         method_of(Target, **{**TINY, "warmup": 2, "rounds": 2})
-    assert "10 synthetic images" in method_of(Target, **{**TINY, "batch": 5, "warmup": 2, "rounds": 4}).advice()[0]
+    assert "10 synthetic images" in method_of(Target, **{**TINY, "batch": 5, "warmup": 2, "rounds": 4}).list_advice()[0]
     large = method_of(Target, **{**TINY, "pool": 2**28 // 36 + 1})
-    assert "set methods.target.side" in large.advice()[1]
-    lines = method_of(Target, **TINY).advice()
+    assert "set methods.target.side" in large.list_advice()[1]
+    lines = method_of(Target, **TINY).list_advice()
     assert "12 synthetic images a task (432 bytes)" in lines[0]
     assert "no running statistics" in lines[1]
     with_norms = method_of(Target, "model.backbone=resnet18", splits=splits_of(shape=(3, 8, 8)), **TINY)
-    assert len(with_norms.advice()) == 1
-    assert method_of(Target, **TINY, kd=0.0).advice() == []
+    assert len(with_norms.list_advice()) == 1
+    assert method_of(Target, **TINY, kd=0.0).list_advice() == []
 
 
 def test_images_may_be_smaller_than_samples(experiment_of: Callable, splits_of: Callable, tmp_path: Path) -> None:

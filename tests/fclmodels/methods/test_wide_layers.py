@@ -158,7 +158,7 @@ def test_a_run_says_which_layers_have_no_room_left(
     method = method_of(kind, splits=splits_of(shape=(3, 6, 6)), threshold=0.99, threshold_by="fixed", budget=1.0)
     server = federate(method, 2)
     assert server.knowledge["bases"]["backbone.fc1"].shape == (108, 10)
-    (line,) = (line for line in method.remarks(server.knowledge) if "memory" in line)
+    (line,) = (line for line in method.list_remarks(server.knowledge) if "memory" in line)
     assert line.startswith("backbone.fc1: its basis has all 10 columns that a layer of 108 inputs may have")
 
 

@@ -156,18 +156,18 @@ def test_a_router_tells_samples_of_different_tasks_apart() -> None:
     random = torch.Generator().manual_seed(1)
     of_first = torch.randn(20, 3, generator=random) @ made.bases[0].T
     of_second = torch.randn(20, 2, generator=random) @ made.bases[1].T
-    assert made.sample_scores(of_first).argmax(1).tolist() == [0] * 20
-    assert made.sample_scores(of_second).argmax(1).tolist() == [1] * 20
-    assert made.batch_scores(of_second).argmax() == 1
+    assert made.score_samples(of_first).argmax(1).tolist() == [0] * 20
+    assert made.score_samples(of_second).argmax(1).tolist() == [1] * 20
+    assert made.score_batch(of_second).argmax() == 1
 
 
 def test_each_sample_is_judged_by_itself_and_a_batch_of_one_as_its_sample() -> None:
     made, features = router(), torch.randn(12, 8, generator=torch.Generator().manual_seed(2))
-    together = made.sample_scores(features)
+    together = made.score_samples(features)
     for place in range(12):
         alone = features[place : place + 1]
-        torch.testing.assert_close(made.sample_scores(alone)[0], together[place])
-        torch.testing.assert_close(made.batch_scores(alone), together[place])
+        torch.testing.assert_close(made.score_samples(alone)[0], together[place])
+        torch.testing.assert_close(made.score_batch(alone), together[place])
 
 
 def test_a_batch_is_judged_by_the_norm_of_its_projection() -> None:
@@ -175,8 +175,8 @@ def test_a_batch_is_judged_by_the_norm_of_its_projection() -> None:
     made = router()
     short, long = made.bases[0][:, 0], 5 * made.bases[1][:, 0]
     batch = torch.stack([short, short, short, short, long])
-    assert made.sample_scores(batch).argmax(1).tolist() == [0, 0, 0, 0, 1]
-    assert made.batch_scores(batch).argmax() == 1
+    assert made.score_samples(batch).argmax(1).tolist() == [0, 0, 0, 0, 1]
+    assert made.score_batch(batch).argmax() == 1
 
 
 def test_a_router_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_router_comes_back_from_its_file(tmp_path: Path) -> None:
     again = Router.from_tree(trees.load(tmp_path / "router.safetensors"))
     assert trees.digest(again.to_tree()) == trees.digest(made.to_tree())
     features = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(again.sample_scores(features), made.sample_scores(features))
+    assert torch.equal(again.score_samples(features), made.score_samples(features))
 
 
 def test_a_sample_of_too_small_a_margin_is_not_routed() -> None:
@@ -193,10 +193,10 @@ def test_a_sample_of_too_small_a_margin_is_not_routed() -> None:
     bases = (torch.eye(3)[:, :1], torch.eye(3)[:, 1:2])
     router = Router(bases, torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool), least_margin=0.5)
     features = torch.tensor([[1.0, 0, 0], [0, 2, 0], [1, 1.01, 0], [3, 0.5, 9]])
-    margins = router.sample_margins(features)
+    margins = router.measure_margins(features)
     lengths = features[:, :2] / features[:, :2].norm(dim=1, keepdim=True)
     torch.testing.assert_close(margins.float(), (lengths[:, 0] - lengths[:, 1]).abs())
-    assert router.sample_scores(features).argmax(1).tolist() == [0, 1, 1, 0]
+    assert router.score_samples(features).argmax(1).tolist() == [0, 1, 1, 0]
     assert router.find_unsure(features).tolist() == [False, False, True, False]
     assert not replace(router, least_margin=None).find_unsure(features).any()
 
@@ -214,7 +214,7 @@ def test_the_releases_rule_is_the_mean_cosine_with_batches_without_the_first_ent
     lengths = relevance(features, bases).numpy()[:, 1:]
     lengths = lengths / np.linalg.norm(lengths, axis=1, keepdims=True)
     mean_cosine = np.einsum("bt,sjt->bsj", lengths, units[..., 1:]).mean(-1)
-    assert router.sample_scores(features).argmax(1).tolist() == mean_cosine.argmax(1).tolist()
+    assert router.score_samples(features).argmax(1).tolist() == mean_cosine.argmax(1).tolist()
 
 
 def test_of_two_tasks_the_releases_rule_takes_the_nearer_length() -> None:
@@ -222,5 +222,5 @@ def test_of_two_tasks_the_releases_rule_takes_the_nearer_length() -> None:
     references = torch.tensor([[[9.0, 1.0], [9.0, 5.0]]])
     router = Router(bases, references, torch.ones(1, 2, dtype=torch.bool), rule="release")
     features = torch.tensor([[7.0, 0.2], [0.0, 2.9], [0.0, 3.1], [1.0, 8.0]])
-    assert router.sample_scores(features).argmax(1).tolist() == [0, 0, 1, 1]
-    assert router.batch_scores(features[2:]).argmax() == 1
+    assert router.score_samples(features).argmax(1).tolist() == [0, 0, 1, 1]
+    assert router.score_batch(features[2:]).argmax() == 1

@@ -466,7 +466,7 @@ def test_a_row_that_does_not_fit_its_columns_is_refused(file: Callable[[str], Pa
 @given(rounds=st.integers(1, 10_000), scale=st.floats(0, 1, exclude_min=True))
 def test_a_scale_leaves_its_share_of_the_rounds_and_at_least_one(rounds: int, scale: float) -> None:
     params = SimpleNamespace(federation=FederationSettings(rounds=rounds, rounds_scale=scale))
-    left = FederationRun(params, None, 0, None, None).rounds(0)
+    left = FederationRun(params, None, 0, None, None).count_rounds(0)
     assert 1 <= left <= rounds
     assert left == 1 or abs(left - scale * rounds) <= 0.5
 

@@ -39,9 +39,9 @@ def test_an_object_is_named_by_its_content(store: Store) -> None:
 
 def test_what_is_there_is_not_written_again(store: Store) -> None:
     digests = [store.put(TREE), store.put_table(TABLE)]
-    before = [store.path(digest).stat().st_ino for digest in digests]
+    before = [store.find_path(digest).stat().st_ino for digest in digests]
     assert [store.put(TREE), store.put_table(TABLE)] == digests
-    assert [store.path(digest).stat().st_ino for digest in digests] == before
+    assert [store.find_path(digest).stat().st_ino for digest in digests] == before
 
 
 def test_a_file_is_adopted_under_the_name_that_its_tree_would_get(store: Store, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_file_is_adopted_under_the_name_that_its_tree_would_get(store: Store, 
     assert digest == trees.digest(TREE)
     (tmp_path / "memory.safetensors").unlink()
     assert store.get(digest)["task"] == 1
-    assert store.adopt(store.path(digest)) == digest
+    assert store.adopt(store.find_path(digest)) == digest
 
 
 def test_a_table_comes_back_whole(store: Store) -> None:
@@ -64,7 +64,7 @@ def test_a_table_comes_back_whole(store: Store) -> None:
 def test_nothing_changed_is_ever_read_as_if_it_were_not(store: Store) -> None:
     tree, table = store.put(TREE), store.put_table(TABLE)
     for digest, read in ((tree, store.get), (table, store.get_table)):
-        file = store.path(digest)
+        file = store.find_path(digest)
         content = file.read_bytes()
         for place in range(0, len(content), 3):
             flip(file, place)
@@ -85,7 +85,7 @@ def test_an_outcome_is_recalled_while_all_that_it_names_is_there(store: Store) -
     store.record("key", outcome)
     assert store.recall("key") == outcome
     assert store.recall("other") is None
-    store.path(outcome["objects"]["rounds"]).unlink()
+    store.find_path(outcome["objects"]["rounds"]).unlink()
     assert store.recall("key") is None
 
 
@@ -127,7 +127,7 @@ def test_what_no_record_names_goes_after_its_days(store: Store) -> None:
     store.record("key", {"objects": {"state": named}})
     before = time.time() - 5 * 86400
     for digest in (named, other):
-        os.utime(store.path(digest), (before, before))
+        os.utime(store.find_path(digest), (before, before))
     store.drop_abandoned(days=6)
     assert all(map(store.has, (named, other, new)))
     store.drop_abandoned(days=4)

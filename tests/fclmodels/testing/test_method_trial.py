@@ -24,35 +24,35 @@ class Mine(FedAvg):
 """
 STATE_IN_THE_METHOD = """
     count = 0
-    def gradient(self, training):
+    def change_gradients(self, training):
         Mine.count += 1
         for gradient in training.gradients.values():
             gradient.mul_(Mine.count)
 """
 UNKEYED_RANDOMNESS = """
-    def gradient(self, training):
+    def change_gradients(self, training):
         for gradient in training.gradients.values():
             gradient.mul_(random.random())
 """
 ANOTHER_TYPE = """
-    def update_form(self, task, round):
-        return super().update_form(task, round) | {"extra": make_outline("count", {"n": ()}, torch.float64)}
-    def further_parts(self, training, payload):
+    def make_update_form(self, task, round):
+        return super().make_update_form(task, round) | {"extra": make_outline("count", {"n": ()}, torch.float64)}
+    def make_further_parts(self, training, payload):
         return {"extra": {"n": torch.zeros(2)}}
 """
 NEGATIVE_COUNT = """
-    def update_form(self, task, round):
-        return super().update_form(task, round) | {"extra": make_outline("count", {"n": ()})}
-    def further_parts(self, training, payload):
+    def make_update_form(self, task, round):
+        return super().make_update_form(task, round) | {"extra": make_outline("count", {"n": ()})}
+    def make_further_parts(self, training, payload):
         return {"extra": {"n": torch.tensor(-1.0)}}
 """
 TOO_FEW_LOGITS = """
-    def predictor(self, server):
-        predict = super().predictor(server)
+    def make_predictor(self, server):
+        predict = super().make_predictor(server)
         return lambda inputs: dataclasses.replace(predict(inputs), logits=predict(inputs).logits[:, :-1])
 """
 STATE_OF_A_PROCESS = """
-    def gradient(self, training):
+    def change_gradients(self, training):
         import os
         for gradient in training.gradients.values():
             gradient.mul_(1 + os.getpid() % 97 / 100)

@@ -429,7 +429,7 @@ def test_the_tracked_model_answers_like_the_network(
         answers = network.compute_logits(features).argmax(1)
         if routed:
             unrouted, of_first = answers, network.compute_logits(features, 0).argmax(1)
-            answers = torch.where(router.sample_scores(features).argmax(1) == 0, of_first, 2)
+            answers = torch.where(router.score_samples(features).argmax(1) == 0, of_first, 2)
             assert not torch.equal(answers, unrouted)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     rows = served.predict(pd.DataFrame({"image": [*images]}))

@@ -88,7 +88,7 @@ class Host:
             answer, reply = self._answer(**order)
             if self.job.summed:
                 classes = self.method.run.splits.count_classes(self.job.task + 1)
-                largest = self.method.largest_weight(self.job.task)
+                largest = self.method.bound_client_weight(self.job.task)
                 finding = inspection.inspect_reply(reply, self.job.join_payload(order["client"]), largest, classes)
                 answer |= {"defect": finding.defect, "sizes": finding.sizes}
                 forms.add(finding.form)
@@ -99,7 +99,10 @@ class Host:
             answers.append(answer | {"parts": convert_parts_to_tree(reply.parts)})
         # Where replies differ or have defects, some are refused, and a sum with them is of no use.
         alike = len(forms) == 1 and not any(answer.get("defect") for answer in answers)
-        return {"answers": answers, "sums": {name: total.result() for name, total in sums.items()} if alike else {}}
+        return {
+            "answers": answers,
+            "sums": {name: total.compute_sum() for name, total in sums.items()} if alike else {},
+        }
 
     def _answer(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> tuple[Tree, Reply]:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:

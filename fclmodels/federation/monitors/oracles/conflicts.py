@@ -51,7 +51,9 @@ class Conflicts(Monitor):
         round, server = before.round, before.server
         if round % self.method.run.params.monitors.every:
             return
-        moving = self.method.trainable(self.method.networks.load(server.spec, server.weights), server.task).keys()
+        moving = self.method.select_trainable(
+            self.method.networks.load(server.spec, server.weights), server.task
+        ).keys()
         current = {
             training.client.index: gradient(self.method, server, training, moving)
             for _, training in list_trainings(self.method, server, self.task)

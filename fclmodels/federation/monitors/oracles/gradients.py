@@ -70,8 +70,8 @@ class Oracle(Monitor):
     def on_task_learned(self, server: Server) -> None:
         """Note the loss on all tasks so far."""
         for about in range(self.task + 1):
-            self.note("loss", loss(self.method, server, about), about=about)
-        self.note("local_steps", self.method.local_steps(self.task))
+            self.note("loss", compute_loss(self.method, server, about), about=about)
+        self.note("local_steps", self.method.count_local_steps(self.task))
 
 
 def refuse_personal(method: "Method", monitor: str, quantity: str) -> None:
@@ -85,9 +85,9 @@ def refuse_personal(method: "Method", monitor: str, quantity: str) -> None:
 
 def compute_admissible_share(method: "Method", server: Server, gradient: dict[str, Tensor]) -> float:
     """Return ||P g||^2 / ||g||^2, with g in the precision of the weights."""
-    trained = method.trainable(method.networks.load(server.spec, server.weights), server.task)
+    trained = method.select_trainable(method.networks.load(server.spec, server.weights), server.task)
     g = {name: value.to(server.weights[name].dtype) for name, value in gradient.items()}
-    admissible = method.admissible(server, {name: value for name, value in g.items() if name in trained})
+    admissible = method.admit_changes(server, {name: value for name, value in g.items() if name in trained})
     total = compute_squared_norm(g.values())
     return compute_squared_norm(admissible.values()) / total if total else math.nan
 
@@ -125,16 +125,18 @@ def iterate_mini_batches(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of samples and the gradient of the loss, by name, of each of a client's mini-batches."""
     for batch in iterate_batches(training.client):
-        gradients = torch.autograd.grad(method.loss(training, batch), list(parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            method.compute_loss(training, batch), list(parameters.values()), allow_unused=True
+        )
         named = zip(parameters, gradients, strict=True)
         yield len(batch.labels), {name: g.cpu() for name, g in named if g is not None}
 
 
-def loss(method: "Method", server: Server, task: int) -> float:
+def compute_loss(method: "Method", server: Server, task: int) -> float:
     """Return L_tau."""
     with torch.no_grad():
         return sum(
-            share * float(method.loss(training, batch)) * len(batch.labels) / len(training.client.rows)
+            share * float(method.compute_loss(training, batch)) * len(batch.labels) / len(training.client.rows)
             for share, training in list_trainings(method, server, task)
             for batch in iterate_batches(training.client)
         )
@@ -143,7 +145,7 @@ def loss(method: "Method", server: Server, task: int) -> float:
 def list_trainings(method: "Method", server: Server, task: int) -> list[tuple[float, LocalTraining]]:
     """Return, for each client of a task, its weight p_k and a training on the model shrunk to the tasks up to it."""
     run = method.run
-    spec = run.spec(task + 1)
+    spec = run.make_spec(task + 1)
     weights = shrink_heads(server.weights, spec)
     if spec.adapter is not None:
         weights = shrink_prompts(weights, spec.adapter, task + 1)
@@ -158,7 +160,7 @@ def list_trainings(method: "Method", server: Server, task: int) -> list[tuple[fl
 def _make_training(method: "Method", server: Server, client: Client, network: Network) -> LocalTraining:
     """Return a training with the networks that the method has beside the model, as the server has them."""
     training = LocalTraining(method, client, network, {})
-    training.networks = method.auxiliaries.start(client, method.auxiliaries.payload(server.networks))
+    training.networks = method.auxiliaries.start(client, method.auxiliaries.make_payload(server.networks))
     for module, _ in training.networks.values():
         module.eval()
     return training
@@ -166,7 +168,7 @@ def _make_training(method: "Method", server: Server, client: Client, network: Ne
 
 def iterate_batches(client: Client) -> Iterator[Batch]:
     """Return batches of a client's train rows, not augmented, in a random order that is always the same."""
-    order = torch.randperm(len(client.rows), generator=client.generator("monitors"))
+    order = torch.randperm(len(client.rows), generator=client.make_generator("monitors"))
     return client.run.batches.iterate_ordered(client.rows.take(order.numpy()), client.run.params.federation.batch_size)
 
 

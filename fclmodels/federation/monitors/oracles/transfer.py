@@ -25,9 +25,9 @@ from torch import Tensor
 from fclmodels.federation.engine.journal import Log
 from fclmodels.federation.monitors.oracles.conflicts import gradient
 from fclmodels.federation.monitors.oracles.gradients import (
+    compute_loss,
     compute_squared_norm,
     list_trainings,
-    loss,
     measure_slope,
     refuse_personal,
 )
@@ -83,7 +83,7 @@ class Transfer(Monitor):
         self.note("old_loss_bound", at_start + compute_product(moved, slope) + rest, round)
 
     def _measure_loss(self, server: Server) -> float:
-        return sum(loss(self.method, server, task) for task in range(self.task)) / self.task
+        return sum(compute_loss(self.method, server, task) for task in range(self.task)) / self.task
 
     def _measure_slope(self, server: Server, tasks: int) -> dict[str, Tensor]:
         """Return the gradient of the mean of L_tau over the first tasks."""

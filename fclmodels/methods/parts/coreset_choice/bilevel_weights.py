@@ -32,7 +32,7 @@ class BcsrSettings(BaseSettings):
 def choose_by_weights(candidates: Candidates, settings: BcsrSettings) -> dict[int, Tensor]:
     """Return the places of each class's samples to store, as they were drawn."""
     count, target = len(candidates.new.labels), sum(candidates.room.values())
-    random = candidates.client.generator("bcsr")
+    random = candidates.client.make_generator("bcsr")
     weights, losses = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for places in torch.randperm(count, generator=random).split(settings.candidates):
         few = max(1, round(target * len(places) / count))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fclmodels.backbones.model.network import FROZEN, Network, build_network, list_frozen
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
-from fclmodels.methods.parts.joined_heads import cross_entropy_in_heads, find_columns
+from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads, find_columns
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Candidates:
     def draw_network(self, purpose: str) -> Network:
         """Return a network as training starts from, drawn anew."""
         network = self.copy_network()
-        drawn = build_network(network.spec, self.client.generator(purpose)).state_dict()
+        drawn = build_network(network.spec, self.client.make_generator(purpose)).state_dict()
         network.load_state_dict({name: drawn[name] for name in network.state_dict()})
         return network
 
@@ -65,7 +65,7 @@ class Candidates:
 def measure_losses(network: Network, batch: Batch) -> Tensor:
     """Return each sample's cross entropy [B]: over all classes so far, or in its task's own head."""
     columns = find_columns(network.spec, batch.labels, batch.tasks)
-    return cross_entropy_in_heads(network, network.backbone(batch.inputs), columns)
+    return compute_cross_entropy_in_heads(network, network.backbone(batch.inputs), columns)
 
 
 def list_trained(network: nn.Module) -> list[nn.Parameter]:

@@ -49,7 +49,7 @@ def recover_images(candidates: Candidates, settings: Sre2lSettings) -> dict[int,
     """Return images of each class of the task, as many as there is room for, in the form of stored samples."""
     client, shape = candidates.client, candidates.new.inputs.shape[1:]
     labels = torch.tensor([label for label, room in candidates.room.items() for _ in range(room)])
-    random = client.generator("sre2l")
+    random = client.make_generator("sre2l")
     images = torch.rand((len(labels), *shape), generator=random).to(client.run.device).requires_grad_()
     goal = Batch(images, labels.to(images.device), torch.full_like(labels, client.task).to(images.device))
     optimiser = torch.optim.Adam([images], settings.lr, BETAS)

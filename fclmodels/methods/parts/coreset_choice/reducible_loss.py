@@ -80,7 +80,7 @@ def descend(
     """Train a network on the samples at these places, in shuffled batches; it ends in evaluation mode."""
     client = candidates.client
     optimiser = Sgd(list_trained(network), lr, 0.0, 0.0)
-    draws = draw_batches(client.generator(purpose), places, size)
+    draws = draw_batches(client.make_generator(purpose), places, size)
     network.train()
     with seed_torch(client.run.seed, purpose, client.task, client.index, device=client.run.device):
         for _ in range(steps):

@@ -119,7 +119,7 @@ def test_costs_are_as_expected(
     with new_experiment(*settings, method=method, splits=splits, home=tmp_path / "home") as run:
         order = order_trial(run, tmp_path / "trial", executor)
         expected = extrapolate(run_alone(measure, order), run.method, run.choice)
-        workers = min(2, run.method.sample_size(0)) if executor == "processes" else 0
+        workers = min(2, run.method.count_sampled_clients(0)) if executor == "processes" else 0
     whole = run_alone(run_whole, order)
     # Two clients in five store something, by a draw for each task; whether a stored model goes on is up to the samples.
     luck = 2 if method in ("rgo-approx", "pfeddil") else 1

@@ -70,12 +70,12 @@ def test_a_choice_of_nobody_of_strangers_or_of_one_twice_is_a_mistake(
 
     method = method_of(Chooser, "federation.clients_per_round=2")
     with pytest.raises(ValueError, match="chooser must choose each client of a round once"):
-        sample_clients(method, method.start_task(method.setup(), 0), 0)
+        sample_clients(method, method.start_task(method.create_server(), 0), 0)
 
 
 def test_without_a_choice_of_its_own_clients_are_drawn_uniformly(method_of: Callable[..., Any]) -> None:
     method = method_of(FedAvg, "federation.clients_per_round=2")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     rounds = [sample_clients(method, server, round) for round in range(300)]
     assert all(len({*clients}) == 2 for clients in rounds)
     share = [sum(client in clients for clients in rounds) / 300 for client in range(4)]
@@ -165,10 +165,10 @@ def test_a_group_of_which_nobody_answers_stays_as_it_is(
     toys: Path, method_of: Callable[..., Any], client_of: Callable[..., Client], tmp_path: Path
 ) -> None:
     method = method_of(find("method", "two-groups"))
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     replies = Replies([0, 2], tmp_path)
     for index in (0, 2):
-        payload = {**method.payload(server), **method.own_payload(server, index)}
+        payload = {**method.make_payload(server), **method.make_own_payload(server, index)}
         replies.add(index, method.exchanges["train"].reply(client_of(method, index), payload)[0])
     groups = method.aggregate(server, replies).knowledge["groups"]
     before = server.knowledge["groups"]
@@ -189,7 +189,7 @@ def test_a_client_is_evaluated_with_what_it_alone_is_sent(
     method = experiment.method
     for client, name in ((1, "odd"), (2, "even")):
         rows = splits.select_test_rows(1, client)
-        network = method.networks.load(method.run.spec(2), groups[name]).eval()
+        network = method.networks.load(method.run.make_spec(2), groups[name]).eval()
         (batch,) = method.run.batches.iterate_ordered(rows, len(rows))
         with torch.inference_mode():
             correct = int((network(batch.inputs).argmax(1) == batch.labels).sum())
@@ -199,7 +199,7 @@ def test_a_client_is_evaluated_with_what_it_alone_is_sent(
 class Rows(list):
     """A log in memory."""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def select_rows(self) -> list[dict[str, Any]]:
         return list(self)
 
 
@@ -253,7 +253,9 @@ class Letters(FedAvg):
 
     def finish_task(self, server: Any, cohort: Any) -> Any:
         letters = {c: {"letter": Part("count", {"letter": torch.tensor(float(c)).double()})} for c in cohort.clients}
-        self.letters = {c: t["letter"].item() for c, t in cohort.ask(self.write, own_payloads=letters).each("letter")}
+        self.letters = {
+            c: t["letter"].item() for c, t in cohort.ask(self.write, own_payloads=letters).yield_each("letter")
+        }
         return server
 
 
@@ -263,8 +265,8 @@ def test_a_question_may_bring_each_client_something_of_its_own(
     method = method_of(Letters, splits=splits)
     checkpoints = Checkpoints(tmp_path / "home" / "checkpoints" / "one")
     executor, ledger = Serial(method, 1), Ledger(checkpoints.ledger)
-    cohort = Cohort(executor, 1, method.participants(1), {}, ledger, checkpoints)
-    method.finish_task(method.setup(), cohort)
+    cohort = Cohort(executor, 1, method.list_participants(1), {}, ledger, checkpoints)
+    method.finish_task(method.create_server(), cohort)
     assert method.letters == {1: 1.0, 2: 2.0, 3: 3.0}
     assert (ledger.bytes_down, ledger.bytes_up) == (24, 24)
     checkpoints.close()
@@ -299,8 +301,8 @@ def test_weights_depend_on_what_clients_have_just_trained(
     toys: Path, method_of: Callable[..., Any], client_of: Callable[..., Client], tmp_path: Path
 ) -> None:
     method = method_of(find("method", "first-statistics"))
-    server = method.start_task(method.setup(), 0)
-    payload, replies, moves, weights = method.payload(server), Replies([0, 1], tmp_path), [], []
+    server = method.start_task(method.create_server(), 0)
+    payload, replies, moves, weights = method.make_payload(server), Replies([0, 1], tmp_path), [], []
     for index in (0, 1):
         training = method.prepare_training(client_of(method, index), payload)
         training.run()
@@ -322,6 +324,6 @@ def test_a_weight_above_the_largest_that_the_method_names_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind = find("method", "first-statistics")
-    monkeypatch.setattr(kind, "largest_weight", lambda self, task: 1.0)
+    monkeypatch.setattr(kind, "bound_client_weight", lambda self, task: 1.0)
     with pytest.raises(UserError, match="needs one number from 1e-09 to 1 in weight"):
         experiment_of(method="first-statistics", splits=splits).run(tmp_path / "run")

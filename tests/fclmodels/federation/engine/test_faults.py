@@ -73,7 +73,7 @@ def learned(tmp_path: Path) -> Callable[[FedAvg], Learned]:
         checkpoints = Checkpoints(tmp_path / f"task-{len(list(tmp_path.iterdir()))}")
         position = learn(
             method,
-            method.setup(),
+            method.create_server(),
             {},
             0,
             Serial(method, 1),
@@ -81,7 +81,7 @@ def learned(tmp_path: Path) -> Callable[[FedAvg], Learned]:
             open_ledger(method, checkpoints.ledger),
             Listener(),
         )
-        tables = pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+        tables = pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
         checkpoints.close()
         return Learned(position.server, *tables, position.late, position.memories)
 
@@ -158,7 +158,7 @@ def test_fates_are_drawn_at_the_rates_and_delays_uniformly(method_of: Callable) 
 
 def test_clients_that_are_busy_are_not_sampled_and_each_draw_is_another(method_of: Callable) -> None:
     method = method_of(FedAvg, "federation.clients_per_round=2")
-    sample = partial(sample_clients, method, method.start_task(method.setup(), 0), 0)
+    sample = partial(sample_clients, method, method.start_task(method.create_server(), 0), 0)
     draws = [sample(draw) for draw in range(20)]
     assert draws[0] == sample()
     assert len(set(draws)) == 6
@@ -171,7 +171,7 @@ def test_clients_that_are_busy_are_not_sampled_and_each_draw_is_another(method_o
 
 def trained(method: FedAvg, client_of: Callable, server: Server, client: int, round: int) -> dict[str, np.ndarray]:
     """What FedAvg's client sends, n_k (w_k - W) and n_k, in double precision."""
-    tensors = method.train(client_of(method, client, 0, round), method.payload(server)).tensors
+    tensors = method.train(client_of(method, client, 0, round), method.make_payload(server)).tensors
     sent = {**tensors["update"], "n": tensors["weight"]["weight"]}
     return {name: tensor.double().numpy().copy() for name, tensor in sent.items()}
 
@@ -191,7 +191,7 @@ def test_a_late_answer_counts_in_the_mean_by_its_age(
     fates({(0, 2, 0): 2, (1, 1, 0): None, (2, 1, 0): None})
     of = [learned(three(f"federation.rounds={n}")).server for n in (1, 2, 3)]
     method = three()
-    start = method.start_task(method.setup(), 0)
+    start = method.start_task(method.create_server(), 0)
     assert_moved(of[0], start, [(1, trained(method, client_of, start, k, 0)) for k in (0, 1)])
     assert_moved(of[1], of[0], [(1, trained(method, client_of, of[0], 0, 1))])
     old = trained(method, client_of, start, 2, 0)
@@ -205,7 +205,7 @@ def test_a_round_with_late_answers_only_goes_on_with_them(
     fates({(0, 2, 0): 1, (1, 0, 0): None, (1, 1, 0): None})
     of = [learned(three(f"federation.rounds={n}")) for n in (1, 2)]
     method = three()
-    start = method.start_task(method.setup(), 0)
+    start = method.start_task(method.create_server(), 0)
     assert of[1].column("answers") == [2, 1]
     assert_moved(of[1].server, of[0].server, [(1, trained(method, client_of, start, 2, 0))])
 
@@ -279,7 +279,7 @@ def test_means_that_travel_as_two_sums_stay_means_with_late_ones_behind(
 def test_a_late_change_of_a_variance_cannot_make_it_negative(tmp_path: Path, method_of: Callable) -> None:
     """In time: 0.2 -> 0.4, weight 1. Late: a change of -0.9 since a model whose variance was 1, weight (1 + 1)^-1/2."""
     method = method_of(FedAvg)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     server.weights["running_var"] = torch.tensor([0.2])
     replies = Replies([0, 1], tmp_path)
     for client, (change, weight) in enumerate([(0.2, 1.0), (-0.9, 2**-0.5)]):
@@ -302,7 +302,7 @@ def test_a_round_with_too_few_answers_is_called_off_and_repeated_with_others(
     """Two of four clients a round, two answers needed. The first draw of round 1 loses one client to being late."""
     overrides = ("federation.clients_per_round=2", "federation.rounds=2")
     method = method_of(FedAvg, *overrides, "federation.faults.least=2")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     first, second = (sample_clients(method, server, 1, draw) for draw in (0, 1))
     assert first != second
     fates({(1, first[0], 0): 1})
@@ -351,7 +351,7 @@ def test_more_answers_than_clients_are_refused_before_a_run(params_of: Callable)
 def losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[tuple[int, int, int], str]], None]:
     """Losses by hand in the place of drawn ones."""
     return lambda known: monkeypatch.setattr(
-        faults, "loss", lambda run, task, round, client, draw: known.get((round, client, draw))
+        faults, "draw_loss", lambda run, task, round, client, draw: known.get((round, client, draw))
     )
 
 
@@ -392,7 +392,7 @@ def test_losses_are_drawn_at_the_rates_and_only_of_those_that_are_there(
 ) -> None:
     rates = ("federation.faults.crash=0.3", "federation.faults.out_of_memory=0.2")
     run = method_of(FedAvg, *rates).run
-    drawn = Counter(faults.loss(run, 0, number, client, 0) for number in range(200) for client in range(10))
+    drawn = Counter(faults.draw_loss(run, 0, number, client, 0) for number in range(200) for client in range(10))
     expected = {"out of memory": 0.2, "crash": 0.8 * 0.3, None: 0.8 * 0.7}
     assert all(abs(drawn[fate] - 2000 * p) < 5 * (2000 * p * (1 - p)) ** 0.5 for fate, p in expected.items())
     settings = (*rates, "federation.faults.missing=0.3", "federation.rounds=10", "federation.faults.least=2")
@@ -550,7 +550,7 @@ def test_a_commit_names_what_is_on_its_way_and_drops_the_rest(
     method = three("federation.rounds=5", "federation.checkpoint_seconds=0")
     checkpoints = Checkpoints(tmp_path)
     ledger = open_ledger(method, checkpoints.ledger)
-    learn(method, method.setup(), {}, 0, Serial(method, 1), checkpoints, ledger, Listener())
+    learn(method, method.create_server(), {}, 0, Serial(method, 1), checkpoints, ledger, Listener())
     assert seen == [{"1": (0, 2)}, {"1": (0, 2)}, {"2": (2, 3)}, {}, {"1": (4, 5)}]
 
 

@@ -30,7 +30,7 @@ def summed(
     total = TreeSum(len(terms), spool)
     for index in order:
         total.add(index, terms[index])
-    return total.result()
+    return total.compute_sum()
 
 
 @given(n=st.integers(1, 40), seed=st.integers(0, 99), data=st.data())
@@ -58,7 +58,7 @@ def test_few_partial_sums_wait_at_any_time(n: int) -> None:
             total.add(index, {"w": torch.ones(1)})
             most = max(most, len(total._waiting))
         assert most <= math.log2(n) + 6
-        assert total.result()["w"].item() == n
+        assert total.compute_sum()["w"].item() == n
 
 
 @pytest.mark.parametrize("n", [16, 17, 100, 1000])
@@ -70,7 +70,7 @@ def test_what_waits_in_memory_does_not_grow_with_the_clients(n: int, tmp_path: P
         assert of_many <= {file.name for file in tmp_path.iterdir()}
         most = max(most, len(total._waiting) - len(of_many))
     assert most <= 4
-    assert total.result()["w"].item() == n
+    assert total.compute_sum()["w"].item() == n
 
 
 def test_a_sum_keeps_its_own_copy_of_what_it_was_given() -> None:
@@ -81,7 +81,7 @@ def test_a_sum_keeps_its_own_copy_of_what_it_was_given() -> None:
         shared.fill_(index + 1)
         total.add(index, {"w": shared})
     shared.fill_(99)
-    assert total.result()["w"].tolist() == [6, 6]
+    assert total.compute_sum()["w"].tolist() == [6, 6]
     assert shared.tolist() == [99, 99]
 
 
@@ -100,7 +100,7 @@ def test_single_replies_can_be_read_again_and_again_in_the_order_of_ids(tmp_path
     for client in CLIENTS:
         replies.add(client, reply(client))
     for _ in range(2):
-        each = list(replies.each("basis"))
+        each = list(replies.yield_each("basis"))
         assert [client for client, _ in each] == sorted(CLIENTS)
         assert [tensors["b"].tolist() for _, tensors in each] == [[client, 1.0] for client in sorted(CLIENTS)]
     assert replies.sum("basis")["b"].tolist() == [sum(CLIENTS), len(CLIENTS)]
@@ -128,7 +128,7 @@ def test_only_what_memory_has_no_room_for_goes_to_disk_under_names_of_the_server
         part = Part("basis", {"b": torch.full((4,), float(client))}, "each")
         replies.add(client, Reply({"../../basis": part}))
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["0"]
-    assert [tensors["b"].tolist() for _, tensors in replies.each("../../basis")] == [[0.0] * 4, [1.0] * 4]
+    assert [tensors["b"].tolist() for _, tensors in replies.yield_each("../../basis")] == [[0.0] * 4, [1.0] * 4]
 
 
 def test_what_is_dropped_is_as_if_it_had_not_come(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_is_dropped_is_as_if_it_had_not_come(tmp_path: Path) -> None:
         torch.equal(both[0].sum(part)[n], t) for part in ("basis", "count") for n, t in both[1].sum(part).items()
     )
     assert both[0].loss == both[1].loss
-    assert [client for client, _ in both[0].each("basis")] == [2, 3, 7, 11]
+    assert [client for client, _ in both[0].yield_each("basis")] == [2, 3, 7, 11]
 
 
 @given(order=st.permutations(CLIENTS))
@@ -163,5 +163,5 @@ def test_the_noise_of_a_sum_is_that_of_independent_terms(tmp_path: Path) -> None
     for client, weight, noise in ((3, 1.0, 3.0), (5, 0.5, 8.0)):
         part = Part("update", {"w": torch.ones(2)}, noise=noise)
         replies.add(client, Reply({"update": part}), weight)
-    assert replies.noise("update") == 5.0
+    assert replies.compute_noise("update") == 5.0
     assert replies.loss is None

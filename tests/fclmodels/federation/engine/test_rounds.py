@@ -37,7 +37,7 @@ def able(task: int) -> list[int]:
 
 
 def sample(method: FedAvg, task: int, round: int) -> tuple[int, ...]:
-    return sample_clients(method, Server(method.run.spec(task + 1), {}, task), round)
+    return sample_clients(method, Server(method.run.make_spec(task + 1), {}, task), round)
 
 
 def test_all_that_have_the_tasks_data_take_part_unless_fewer_are_wanted(sampling: Callable[..., FedAvg]) -> None:
@@ -94,7 +94,7 @@ def test_a_memory_is_written_only_where_it_has_changed(method_of: Callable, tmp_
         memories[client] = tmp_path / f"old-{client}"
         trees.save({"old": torch.zeros(1)}, memories[client])
     before = {client: file.read_bytes() for client, file in memories.items()}
-    job = Job(TRAIN, 0, 0, method.payload(method.start_task(method.setup(), 0)), tmp_path / "scratch")
+    job = Job(TRAIN, 0, 0, method.make_payload(method.start_task(method.create_server(), 0)), tmp_path / "scratch")
     answers = {answer.client: answer.memory for answer in Serial(method, 1).run(job, range(4), memories)}
     assert answers[0] is None
     assert answers[1] == memories[1]
@@ -134,9 +134,9 @@ def test_clients_compute_on_the_device_and_answer_on_the_cpu(
 
     monkeypatch.setattr(LocalTraining, "run", trained)
     monkeypatch.setattr(Part, "to", moved)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     assert {w.device.type for w in server.weights.values()} == {"cpu"}
-    (answer,) = Serial(method, 1).run(Job(TRAIN, 0, 0, method.payload(server), tmp_path), [0], {})
+    (answer,) = Serial(method, 1).run(Job(TRAIN, 0, 0, method.make_payload(server), tmp_path), [0], {})
     assert {tensor.device.type for part in answer.reply.parts.values() for tensor in part.tensors.values()} == {"cpu"}
     measure_seconds_a_batch(method, 0, 1)
     assert seen == [{meta}] * 3

@@ -83,9 +83,9 @@ def test_two_threads_are_taken_where_five_clients_leave_a_worker_idle(
         auto_choice, "measure_seconds_a_batch", lambda method, index, threads: 1.0 if threads == 1 else 0.58
     )
     method = method_of(type(method_of()), *AUTO, "federation.threads=auto")
-    monkeypatch.setattr(method, "rows", lambda task, client: range(100))
+    monkeypatch.setattr(method, "select_rows", lambda task, client: range(100))
     for clients, expected in ((5, Choice("serial", 2, 2)), (4, Choice("processes", 2, 1))):
-        monkeypatch.setattr(method, "participants", lambda task, clients=clients: range(clients))
+        monkeypatch.setattr(method, "list_participants", lambda task, clients=clients: range(clients))
         assert min(list_candidates(method, 2), key=lambda c: auto_choice.predict_seconds(method, c)) == expected
 
 

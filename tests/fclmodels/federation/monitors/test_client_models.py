@@ -46,7 +46,7 @@ def record_models(method: Method) -> dict[tuple[int, int], dict[str, torch.Tenso
 
 def score(method: Method, splits: Splits, task: int, weights: dict[str, torch.Tensor], rows: list[Rows]) -> float:
     """The mean over tasks of the share of right answers, class by class number: the head has them in that order."""
-    network = build_network(method.run.spec(task + 1), torch.Generator()).eval()
+    network = build_network(method.run.make_spec(task + 1), torch.Generator()).eval()
     network.load_state_dict(weights)
     shares = []
     for part in rows:

@@ -46,7 +46,7 @@ def seen_in(folder: Path, monitor: str) -> pl.DataFrame:
 
 def watched(method: Method, folder: Path, tasks: int = 2) -> tuple[list[dict[str, Any]], list[Server]]:
     """The rows of all tasks, and the server that each task left."""
-    servers, rows = [method.setup()], []
+    servers, rows = [method.create_server()], []
     for task in range(tasks):
         checkpoints = Checkpoints(folder / str(task))
         watch = Watch(method, task, checkpoints.monitors, servers[-1])
@@ -65,7 +65,7 @@ def watched(method: Method, folder: Path, tasks: int = 2) -> tuple[list[dict[str
         )
         watch.on_task_learned(position.server)
         servers.append(position.server)
-        rows += checkpoints.monitors.rows()
+        rows += checkpoints.monitors.select_rows()
         checkpoints.close()
     return rows, servers
 
@@ -218,10 +218,10 @@ class Pulled(FedAvg):
         }
         return Server(averaged.spec, pulled, averaged.task, averaged.knowledge)
 
-    def anchor_weight(self, server: Server) -> float:
+    def find_anchor_weight(self, server: Server) -> float:
         return self.weight
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         weights = list(training.network.backbone.parameters())
         return sum(w.sum() for w in weights) / math.sqrt(sum(w.numel() for w in weights))
 
@@ -263,10 +263,10 @@ def test_the_largest_gradient_is_that_of_the_worst_mini_batch_of_all_clients(
 ) -> None:
     """Each client has one mini-batch, its whole data; what is frozen does not count."""
     method = method_of(FedAvg, "federation.batch_size=100", "model.freeze=[fc1]", splits=splits_of(clients=3))
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     norms = []
     for client in range(3):
-        (batch,) = method.run.batches.iterate_ordered(method.rows(1, client), 100)
+        (batch,) = method.run.batches.iterate_ordered(method.select_rows(1, client), 100)
         network = build_skeleton(server.spec)
         network.load_state_dict(server.weights)
         cross_entropy(network.eval()(batch.inputs), batch.labels).backward()

@@ -93,7 +93,7 @@ def test_only_its_part_is_altered(
 
 def test_a_false_sketch_passes_with_energies_to_match(method_of: Callable, client_of: Callable) -> None:
     method = method_of(find("method", "fot"), *of_kind("basis", "federation.attack.strength=7"))
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 0)
     honest = method.gpse.reply(client, method.gpse.payload(server))[0]
     bad = attacks.alter_reply(honest, client)
@@ -204,7 +204,7 @@ def test_an_absurd_number_of_samples_is_as_no_reply(
     claiming = method_of(Claims, *settings, splits=splits)
     claiming.samples = samples
     honest = method_of(FedAvg, *settings, splits=splits)
-    monkeypatch.setattr(honest, "participants", lambda task: (0, 2, 3, 4, 5))
+    monkeypatch.setattr(honest, "list_participants", lambda task: (0, 2, 3, 4, 5))
     assert trees.digest(federate(claiming).weights) == trees.digest(federate(honest).weights)
 
 

@@ -336,7 +336,7 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     learn(
         method,
-        method.setup(),
+        method.create_server(),
         {},
         0,
         Serial(method, 1),
@@ -344,7 +344,7 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
         open_ledger(method, checkpoints.ledger),
         Listener(),
     )
-    rows = checkpoints.rounds.rows()
+    rows = checkpoints.rounds.select_rows()
     assert [row["refused"] for row in rows] == [0, 0, 1]
     assert [row["median"] for row in rows] == [1.1, 1e-5, 1e-5]
     checkpoints.close()
@@ -414,7 +414,7 @@ def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.Data
         with closing(Checkpoints(tmp_path / f"{len(list(tmp_path.iterdir()))}")) as checkpoints:
             position = learn(
                 method,
-                server or method.setup(),
+                server or method.create_server(),
                 {},
                 0,
                 executor or Serial(method, 1),
@@ -422,7 +422,7 @@ def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.Data
                 open_ledger(method, checkpoints.ledger),
                 heard,
             )
-            tables = pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+            tables = pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
         return position.server, *tables, heard
 
     return learn_first
@@ -449,7 +449,7 @@ def test_the_others_go_on_as_if_it_were_not_there(
 ) -> None:
     refusing = learned(method_of(Malicious, "federation.rounds=3"))[0]
     honest = method_of(FedAvg, "federation.rounds=3")
-    monkeypatch.setattr(honest, "participants", lambda task: (0, 2, 3))
+    monkeypatch.setattr(honest, "list_participants", lambda task: (0, 2, 3))
     alone = learned(honest)[0]
     assert all(torch.equal(refusing.weights[name], tensor) for name, tensor in alone.weights.items())
 
@@ -505,12 +505,12 @@ def test_a_lone_reply_has_the_form_of_the_model(
     """Client 0 sends the head alone: as the only one, and as the first of two."""
     method = method_of(FedAvg, "federation.rounds=1")
     partly = Leaving(method, TRAIN, head_alone)
-    monkeypatch.setattr(method, "participants", lambda task: (0,))
+    monkeypatch.setattr(method, "list_participants", lambda task: (0,))
     with pytest.raises(
         UserError, match="no reply of 1 can be used; client 0's reply has another form than the method's"
     ):
         learned(method, executor=partly)
-    monkeypatch.setattr(method, "participants", lambda task: (0, 1))
+    monkeypatch.setattr(method, "list_participants", lambda task: (0, 1))
     assert learned(method, executor=partly)[0].refused == {"0": 1}
 
 
@@ -579,7 +579,14 @@ def test_second_replies_are_looked_at_too(
     checkpoints, heard = Checkpoints(tmp_path / "blocks"), Heard()
     method = method_of(Malicious, "federation.rounds=1")
     server = learn(
-        method, method.setup(), {}, 0, InBlocks(method, 1), checkpoints, open_ledger(method, checkpoints.ledger), heard
+        method,
+        method.create_server(),
+        {},
+        0,
+        InBlocks(method, 1),
+        checkpoints,
+        open_ledger(method, checkpoints.ledger),
+        heard,
     ).server
     assert heard.lines == [(0, 0, client, "update is not finite") for client in (1, 2)]
     table = ledger_table(checkpoints.ledger)
@@ -587,7 +594,7 @@ def test_second_replies_are_looked_at_too(
     assert table.filter(direction="up", part="update")["client"].to_list() == [0, 1, 2, 3]
     checkpoints.close()
     honest = method_of(FedAvg, "federation.rounds=1")
-    monkeypatch.setattr(honest, "participants", lambda task: (0, 3))
+    monkeypatch.setattr(honest, "list_participants", lambda task: (0, 3))
     alone = learned(honest)[0]
     assert all(torch.equal(server.weights[name], tensor) for name, tensor in alone.weights.items())
 
@@ -654,7 +661,7 @@ def test_a_tasks_end_without_anyone_left_ends_in_one_line_too(
 
 def test_a_run_without_anyone_left_ends_in_one_line(method_of: Callable, learned: Callable) -> None:
     method = method_of(Malicious, "federation.inspection.patience=1")
-    server = replace(method.setup(), refused={"0": 1, "2": 4, "3": 1})
+    server = replace(method.create_server(), refused={"0": 1, "2": 4, "3": 1})
     with pytest.raises(UserError, match=r"task 0, round 0: training diverged \(client 1's update is not finite\)"):
         learned(method, server)
     with pytest.raises(UserError, match="task 0: all 4 clients that have its data are set aside"):

@@ -82,7 +82,7 @@ def test_each_client_joins_by_its_own_coin_and_sends_noise_alone_where_it_does_n
 ) -> None:
     """Poisson sampling: independent over clients and over rounds; a weight is the rate, whoever joins."""
     method = method_of(FedAvg, UNIFORM, f"{Z}=1e-9", f"{PRIVACY}.sample_rate=0.3")
-    rows = method.rows(0, 0)
+    rows = method.select_rows(0, 0)
     joined = np.zeros((200, 5))
     for client, round in np.ndindex(joined.shape):
         out = add_noise(reply_of(2, 0.5), method, Client(client, 0, round, method.run, rows, {}), 200)
@@ -192,7 +192,7 @@ def test_no_test_of_membership_does_better_than_epsilon_says(
     power: a third of epsilon does not hold.
     """
     method = method_of(FedAvg, UNIFORM, f"{Z}=1", f"{PRIVACY}.clip=2.0", f"{PRIVACY}.sample_rate={rate}")
-    rows, delta, n = method.rows(0, 0), 0.01, 4000
+    rows, delta, n = method.select_rows(0, 0), 0.01, 4000
 
     def sums(value: float, first: int) -> np.ndarray:
         found = []

@@ -332,4 +332,4 @@ def test_single_replies_cannot_be_asked_for(tmp_path: Path) -> None:
     sums = secure_aggregation.Sums(Replies([0, 1], tmp_path), {"update": {"w": torch.ones(1)}})
     assert sums.sum("update")["w"] == 1
     with pytest.raises(UserError, match="update is asked for of single clients"):
-        sums.each("update")
+        sums.yield_each("update")

@@ -56,9 +56,9 @@ def test_a_network_that_clients_train_in_vain_is_refused() -> None:
 
 
 def test_the_server_has_all_but_the_clients_own(method: Any) -> None:
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     assert server.networks.keys() == {"decoder", "generator"}
-    assert {name: part.kind for name, part in method.payload(server).items()} == {
+    assert {name: part.kind for name, part in method.make_payload(server).items()} == {
         "weights": "weights",
         "decoder": "generator",
         "generator": "generator",
@@ -68,27 +68,27 @@ def test_the_server_has_all_but_the_clients_own(method: Any) -> None:
 
 
 def test_a_client_trains_two_of_them_sends_one_and_remembers_one(method: Any, client_of: Callable[..., Client]) -> None:
-    server = method.start_task(method.setup(), 0)
-    answer = method.train(client_of(method, 1), method.payload(server))
+    server = method.start_task(method.create_server(), 0)
+    answer = method.train(client_of(method, 1), method.make_payload(server))
     assert {"decoder-update", "update", "weight"} == answer.tensors.keys()
     assert any(change.abs().max() > 1e-4 for change in answer.tensors["decoder-update"].values())
     assert "1.num_batches_tracked" not in answer.tensors["decoder-update"]  # a count, which has no mean
     assert answer.memory.keys() == {"networks"}
     scale = answer.memory["networks"]["scale"]["weight"]
     assert not torch.equal(scale, torch.ones(12))
-    again = method.train(client_of(method, 1, round=1, memory=answer.memory), method.payload(server))
+    again = method.train(client_of(method, 1, round=1, memory=answer.memory), method.make_payload(server))
     assert not torch.equal(again.memory["networks"]["scale"]["weight"], scale)
 
 
 def test_each_is_trained_by_its_own_optimiser(method: Any, client_of: Callable[..., Client]) -> None:
     """The first step of Adam is as long as its learning rate, whatever the gradient; that of SGD is not."""
-    server = method.start_task(method.setup(), 0)
-    payload = method.payload(server)
+    server = method.start_task(method.create_server(), 0)
+    payload = method.make_payload(server)
     training = method.prepare_training(client_of(method, 1), payload)
     optimisers = training.make_optimisers()
     assert [type(optimiser).__name__ for optimiser in optimisers] == ["Sgd", "Adam", "Sgd"]
     before = {name: copy_state(module) for name, (module, _) in training.networks.items()}
-    training.take_step(next(next(method.epochs(training))), optimisers)
+    training.take_step(next(next(method.yield_epochs(training))), optimisers)
     after = {name: copy_state(module) for name, (module, _) in training.networks.items()}
     moved = (after["decoder"]["3.bias"] - before["decoder"]["3.bias"]).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-2, atol=0)
@@ -99,8 +99,8 @@ def test_each_is_trained_by_its_own_optimiser(method: Any, client_of: Callable[.
 def test_the_server_averages_updates_by_the_clients_weights(
     method: Any, client_of: Callable[..., Client], tmp_path: Path
 ) -> None:
-    server = method.start_task(method.setup(), 0)
-    payload, replies, states = method.payload(server), Replies([0, 1], tmp_path), {}
+    server = method.start_task(method.create_server(), 0)
+    payload, replies, states = method.make_payload(server), Replies([0, 1], tmp_path), {}
     for index in (0, 1):
         client = client_of(method, index)
         training = method.prepare_training(client, payload)
@@ -144,7 +144,7 @@ def test_the_generator_is_trained_on_the_server_alone(run: Path) -> None:
 
 
 def test_a_network_that_is_not_finite_ends_the_run(method: Any) -> None:
-    server = method.setup()
+    server = method.create_server()
     refuse_divergence(server, 0.5, 0, 0)
     server.networks["decoder"]["3.bias"][0] = torch.nan
     with pytest.raises(UserError, match="training diverged"):

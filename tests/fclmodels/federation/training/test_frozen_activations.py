@@ -58,7 +58,7 @@ def test_they_are_computed_once_a_task_by_each_client(
     kept_of: Any, federate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = kept_of(FedAvg, *FRZ, "federation.rounds=3")
-    network = method.networks.load(method.run.spec(1), method.setup().weights)
+    network = method.networks.load(method.run.make_spec(1), method.create_server().weights)
     up_to, asked = type(network.backbone).run_first, []
 
     def counted(backbone: Any, x: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -67,8 +67,8 @@ def test_they_are_computed_once_a_task_by_each_client(
 
     monkeypatch.setattr(type(network.backbone), "run_first", counted)
     federate(method)
-    clients = method.participants(1)
-    assert asked == [(len(method.rows(1, client)), 4) for client in clients]
+    clients = method.list_participants(1)
+    assert asked == [(len(method.select_rows(1, client)), 4) for client in clients]
     assert len(list((tmp_path / "home" / "activations").iterdir())) == len(clients)
 
 
@@ -88,11 +88,11 @@ def test_pretrained_blocks_are_frozen_from_the_start(kind: type[FedAvg], method_
 def test_what_changes_is_not_still(method_of: Any) -> None:
     """Blocks are counted up to the first one that a step or a mode can change."""
     method = method_of(FedAvg, "model.backbone=resnet18", "model.freeze=[conv1, bn1, layer1]")
-    network = method.networks.load(method.run.spec(1), method.setup().weights)
+    network = method.networks.load(method.run.make_spec(1), method.create_server().weights)
 
     def counted(task: int) -> int:
         method.set_modes(network, task)
-        return count_frozen_blocks(network, method.trainable(network, task))
+        return count_frozen_blocks(network, method.select_trainable(network, task))
 
     assert (counted(0), counted(1)) == (0, 3)
     network.backbone.bn1.train()
@@ -118,9 +118,9 @@ def test_refused_where_they_would_be_wrong(
     kind: type, overrides: tuple, settings: dict, said: str, kept_of: Any
 ) -> None:
     with pytest.raises(UserError, match=f"^model.keep_frozen: .*{said}"):
-        kept_of(kind, *overrides, **settings).setup()
+        kept_of(kind, *overrides, **settings).create_server()
 
 
 def test_a_run_without_a_folder_keeps_nothing(method_of: Any) -> None:
     with pytest.raises(UserError, match="has no folder to keep them in"):
-        method_of(FedAvg, *FRZ, KEEP).setup()
+        method_of(FedAvg, *FRZ, KEEP).create_server()

@@ -49,7 +49,7 @@ class Recorder(FedAvg):
 
 class HalfGradient(FedAvg):
     @torch.no_grad()
-    def gradient(self, training: LocalTraining) -> None:
+    def change_gradients(self, training: LocalTraining) -> None:
         for parameter in training.parameters.values():
             parameter.grad.mul_(0.5)
 
@@ -80,9 +80,9 @@ def test_a_step_sees_all_that_the_optimiser_would_do(
 ) -> None:
     """Weight decay moves even what has no gradient, momentum goes on: the steps add up to the whole way."""
     method = method_of(Recorder, *optimiser, "model.dropout=[0, 0]")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     method.proposed, method.weights = [], []
-    answer = method.train(client_of(method, 0), method.payload(server))
+    answer = method.train(client_of(method, 0), method.make_payload(server))
     assert len(method.proposed) == 2
     for name, update in answer.tensors["update"].items():
         steps = sum(step[name] for step in method.proposed)
@@ -91,9 +91,9 @@ def test_a_step_sees_all_that_the_optimiser_would_do(
 
 def test_when_it_is_asked_a_step_sees_where_the_optimiser_wants_to_be(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Recorder)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     method.proposed, method.weights = [], []
-    method.train(client_of(method, 0), method.payload(server))
+    method.train(client_of(method, 0), method.make_payload(server))
     at = [server.weights, *method.weights]
     for step, (before, after) in zip(method.proposed, pairwise(at), strict=True):
         for name in step:
@@ -116,7 +116,9 @@ def test_a_steps_gradient_is_at_most_as_long_as_the_clip(
 
     def step(*clip: str) -> Steps:
         method = method_of(FedAvg, "optimizer.lr=0.1", "federation.batch_size=64", *clip)
-        training = method.prepare_training(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+        training = method.prepare_training(
+            client_of(method, 0), method.make_payload(method.start_task(method.create_server(), 0))
+        )
         training.run()
         return {name: moved / 0.1 for name, moved in training.update().items()}
 
@@ -131,7 +133,7 @@ def test_products_of_lower_precision_move_weights_nearly_as_far(method_of: Calla
     updates = []
     for precision in ("float32", "bfloat16"):
         method = method_of(FedAvg, f"optimizer.precision={precision}", "model.dropout=[0, 0]")
-        answer = method.train(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
+        answer = method.train(client_of(method, 0), method.make_payload(method.start_task(method.create_server(), 0)))
         updates.append(torch.cat([update.flatten() for update in answer.tensors["update"].values()]))
     exact, rounded = updates
     assert rounded.dtype == torch.float32
@@ -143,7 +145,7 @@ def test_dropout_does_not_depend_on_the_ambient_generator_and_leaves_it_alone(
     method_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(FedAvg, "model.dropout=[0.2, 0.5]", "augment.crop_padding=1", "augment.flip=true")
-    payload = method.payload(method.start_task(method.setup(), 0))
+    payload = method.make_payload(method.start_task(method.create_server(), 0))
     updates = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -158,14 +160,14 @@ def test_dropout_differs_between_clients_rounds_and_tasks(method_of: Callable, c
     drawn = []
 
     class Masks(FedAvg):
-        def loss(self, training: Any, batch: Any) -> Tensor:
+        def compute_loss(self, training: Any, batch: Any) -> Tensor:
             drawn.append(torch.nn.functional.dropout(torch.ones(64), 0.5).tolist())
-            return super().loss(training, batch)
+            return super().compute_loss(training, batch)
 
     method = method_of(Masks, "federation.batch_size=64")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     for index, number in ((0, 0), (1, 0), (0, 1), (0, 0)):
-        method.train(client_of(method, index, 0, number), method.payload(server))
+        method.train(client_of(method, index, 0, number), method.make_payload(server))
     assert drawn[0] == drawn[3]
     assert len({tuple(mask) for mask in drawn}) == 3
 
@@ -182,7 +184,7 @@ def test_the_learning_rate_falls_from_round_to_round_and_begins_anew_in_each_tas
         for number, lr in enumerate(lrs):
             plain = method_of(FedAvg, *settings, f"optimizer.lr={lr}")
             ours, theirs = (
-                method.train(client_of(method, 1, task, number), method.payload(server)).tensors["update"]
+                method.train(client_of(method, 1, task, number), method.make_payload(server)).tensors["update"]
                 for method in (falling, plain)
             )
             assert trees.digest(ours) == trees.digest(theirs)
@@ -190,7 +192,7 @@ def test_the_learning_rate_falls_from_round_to_round_and_begins_anew_in_each_tas
 
 class Clipped(FedAvg):
     @torch.no_grad()
-    def after(self, training: LocalTraining) -> None:
+    def finish_step(self, training: LocalTraining) -> None:
         for parameter in training.parameters.values():
             parameter.clamp_(-0.01, 0.01)
 
@@ -200,7 +202,7 @@ def test_after_a_step_parameters_may_be_changed(
     optimiser: tuple[str, ...], method_of: Callable, client_of: Callable
 ) -> None:
     method = method_of(Clipped, *optimiser)
-    server = method.start_task(method.setup(), 0)
-    answer = method.train(client_of(method, 0), method.payload(server))
+    server = method.start_task(method.create_server(), 0)
+    answer = method.train(client_of(method, 0), method.make_payload(server))
     for name, update in answer.tensors["update"].items():
         assert (server.weights[name] + update / 8).abs().max() <= 0.01 + 1e-6

@@ -187,7 +187,7 @@ def test_steps_run_with_the_threads_that_are_noted(tmp_path: Path) -> None:
             threads.append(torch.get_num_threads())
             return 0.5
 
-        def state(self) -> dict[str, Any]:
+        def collect_state(self) -> dict[str, Any]:
             return {}
 
         def restore(self, state: dict[str, Any]) -> None: ...

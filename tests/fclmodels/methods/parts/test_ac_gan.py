@@ -57,7 +57,7 @@ def test_the_generators_numbers_are_the_releases() -> None:
 def gan(method_of: Callable) -> Callable[..., AcGan]:
     def make(*overrides: str) -> AcGan:
         method = method_of(FedAvg, *overrides)
-        server = method.start_task(method.start_task(method.setup(), 0), 1)
+        server = method.start_task(method.start_task(method.create_server(), 0), 1)
         network = method.networks.load(server.spec, server.weights)
         network.train()
         judge = build_judge({"features": network.backbone.features})

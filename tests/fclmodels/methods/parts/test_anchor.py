@@ -189,7 +189,7 @@ def test_running_statistics_on_a_client_blend_as_weights_do(
         method = method_of(kind, *overrides, batch_norm=policy, **strength)
         server = method.start_task(federate(method_of(FedAvg, *overrides), 1), 1)
         anchor = server.knowledge["anchor"]
-        payload = method.payload(server)
+        payload = method.make_payload(server)
         names = [name for name in anchor if name.endswith(STATISTICS)]
         payload["weights"].tensors.update({name: anchor[name] + 1 for name in names})
         client = client_of(method, 1, 1)

@@ -43,11 +43,11 @@ def candidates_of(method_of: Callable, client_of: Callable) -> MakeCandidates:
 
     def make(*settings: str, task: int = 0, room: int = 3) -> Candidates:
         method = method_of(CoresetEr, *settings)
-        server = method.setup()
+        server = method.create_server()
         for index in range(task + 1):
             server = method.start_task(server, index)
         client: Client = client_of(method, 1, task)
-        network = method.networks.load(method.run.spec(task + 1), server.weights).eval()
+        network = method.networks.load(method.run.make_spec(task + 1), server.weights).eval()
         new = method.run.batches.read_raw(client.rows)
         old = Batch.concatenate([
             method.run.batches.read_raw(client_of(method, 1, earlier).rows) for earlier in range(task)

@@ -67,14 +67,14 @@ def embedded(method: Any, server: Server, raw: Batch) -> np.ndarray:
 
 
 def after_task(method: Any, task: int) -> Server:
-    server = method.setup()
+    server = method.create_server()
     for earlier in range(task + 1):
         server = method.start_task(server, earlier)
     return server
 
 
 def answered(method: Any, client: Client) -> Memory:
-    return method.store_coreset(client, method.payload(after_task(method, client.task))).memory
+    return method.store_coreset(client, method.make_payload(after_task(method, client.task))).memory
 
 
 @pytest.mark.parametrize("selection", RULES)
@@ -223,7 +223,7 @@ def test_choices_repeat_and_only_random_ones_differ_by_seed(method_of: Callable,
         method = method_of(Stamp, selection=selection, budget=2, seed=seed)
         rng = torch.get_rng_state()
         server = after_task(method_of(Stamp), 0)  # the same model for every seed
-        memory = method.store_coreset(client_of(method, 0), method.payload(server)).memory
+        memory = method.store_coreset(client_of(method, 0), method.make_payload(server)).memory
         assert torch.equal(torch.get_rng_state(), rng)
         return rows_of(samples(memory))
 

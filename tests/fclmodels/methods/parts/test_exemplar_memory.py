@@ -37,7 +37,7 @@ def after_tasks(client: Client, tasks: list[int], **settings: Any) -> dict[str, 
     memory: dict[str, Any] = {"other": 1}
     for task in tasks:
         rows = client.run.splits.select_rows(task, "train", client.index)
-        network = build_network(client.run.spec(task + 1), client.run.generator("init")).eval()
+        network = build_network(client.run.make_spec(task + 1), client.run.make_generator("init")).eval()
         now = replace(client, task=task, rows=rows, memory=memory)
         memory = ExemplarMemory(ExemplarSettings(**settings)).add_task(now, network)
     return memory
@@ -109,7 +109,7 @@ def test_herding_is_icarls(seed: int) -> None:
 
 
 def test_herded_samples_of_a_class_are_those_that_its_features_say(client: Client) -> None:
-    network = build_network(client.run.spec(1), client.run.generator("init")).eval()
+    network = build_network(client.run.make_spec(1), client.run.make_generator("init")).eval()
     raw = client.run.batches.read_raw(client.rows)
     with torch.no_grad():
         features = network.backbone(client.run.batches.prepare_inputs(raw).inputs)
@@ -176,7 +176,8 @@ def prepare(client: Client, stored: Any) -> Tensor:
 
 def test_without_stored_samples_they_are_the_clients_own_to_the_bit(client: Client) -> None:
     mine, own = (
-        [batch.inputs for batch in next(epochs)] for epochs in (iterate_joined_epochs(client, None), client.epochs())
+        [batch.inputs for batch in next(epochs)]
+        for epochs in (iterate_joined_epochs(client, None), client.yield_epochs())
     )
     assert all(torch.equal(x, y) for x, y in zip(mine, own, strict=True))
 

@@ -84,7 +84,7 @@ def test_the_server_knows_how_far_features_have_moved(
         )
         moved, size = moved + float((Y - X).square().sum()), size + float(X.square().sum())
     assert drifts[1] == pytest.approx((moved / size) ** 0.5, rel=1e-4)
-    (line,) = (line for line in method.remarks(second.knowledge) if "features" in line)
+    (line,) = (line for line in method.list_remarks(second.knowledge) if "features" in line)
     assert f"{100 * drifts[1]:.0f} %" in line
 
 
@@ -93,7 +93,7 @@ def test_a_client_stores_no_more_than_512_features_of_a_task(
 ) -> None:
     method = method_of(FedProTIP, "model.backbone=mlp", splits=splits_of(train=600, clients=1), samples=None)
     server = federate(method, 1)
-    payload = method.bases_payload(server, server.knowledge["bases"] | {"features": torch.zeros(12, 0)})
+    payload = method.make_bases_payload(server, server.knowledge["bases"] | {"features": torch.zeros(12, 0)})
     memory = method.answer_core_bases(client_of(method, 0), payload).memory
     assert memory["features"]["0"].shape == (STORED, 12)
     assert memory["labels"]["0"].shape == (STORED,)

@@ -57,7 +57,7 @@ def stepped(tmp_path: Path) -> Callable[..., Named]:
 
 
 def first_task(method: FedAvg) -> Server:
-    return method.start_task(method.setup(), 0)
+    return method.start_task(method.create_server(), 0)
 
 
 def displacements(method: FedAvg, n: int, common: float = 0.5) -> dict[int, Named]:

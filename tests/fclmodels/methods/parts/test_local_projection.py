@@ -136,7 +136,9 @@ def test_rows_of_other_tasks_stay_to_the_bit(
     first, second = (server.weights for server in after_each_task(method_of(FedProTIP, *optimiser)))
     for name in ("heads.0.weight", "heads.0.bias"):
         assert torch.equal(second[name][:2], first[name])
-        drawn = method_of(FedProTIP, *optimiser).network.initial_weights(method_of(FedProTIP).run.spec(2))[name]
+        drawn = method_of(FedProTIP, *optimiser).network.make_initial_weights(method_of(FedProTIP).run.make_spec(2))[
+            name
+        ]
         assert not torch.isclose(second[name][2:], drawn[2:], atol=1e-4).any()
 
 
@@ -154,7 +156,7 @@ def test_vectors_and_statistics_after_the_first_task(
     method = method_of(
         FedProTIP, *SGD, "model.backbone=resnet18", "federation.rounds=1", vectors=vectors, batch_norm=policy
     )
-    start, (first, second) = method.setup().weights, (server.weights for server in after_each_task(method))
+    start, (first, second) = method.create_server().weights, (server.weights for server in after_each_task(method))
     vector_names = [n for n, w in first.items() if w.is_floating_point() and w.ndim == 1 and n.startswith("backbone.")]
     assert {n.rpartition(".")[2] for n in vector_names} == {"weight", "bias", "running_mean", "running_var"}
     assert all(not torch.equal(first[name], start[name]) for name in vector_names)
@@ -192,7 +194,7 @@ def test_frozen_blocks_have_no_bases_and_stay(method_of: Callable, after_each_ta
 
 
 def network_of(method: FedProTIP, *tasks: tuple[int, ...]) -> Network:
-    spec = method.run.spec(1)
+    spec = method.run.make_spec(1)
     return build_skeleton(ModelSpec(spec.settings, spec.shape, "growing", tasks))
 
 
@@ -227,7 +229,7 @@ def test_the_loss_is_over_the_tasks_classes(method_of: Callable, client_of: Call
     server = method.start_task(federate(method, 1), 1)
     client = client_of(method, 0, 1)
     network = method.networks.load(server.spec, server.weights)
-    batch: Batch = next(next(client.epochs()))
+    batch: Batch = next(next(client.yield_epochs()))
     logits = network(batch.inputs)[:, 2:]  # classes 2 and 3 are the second task's
-    loss = method.loss(LocalTraining(method, client, network, server.weights), batch)
+    loss = method.compute_loss(LocalTraining(method, client, network, server.weights), batch)
     torch.testing.assert_close(loss, F.cross_entropy(logits, batch.labels - 2))

@@ -40,32 +40,32 @@ def test_a_personal_bias_is_in_no_message(
 
 
 def test_the_server_keeps_what_the_seed_drew(method: Any) -> None:
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
-    assert BIAS not in method.payload(server)["weights"].tensors
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
+    assert BIAS not in method.make_payload(server)["weights"].tensors
     assert BIAS in server.weights
-    assert BIAS not in method.update_form(1, 0)["update"].tensors
+    assert BIAS not in method.make_update_form(1, 0)["update"].tensors
 
 
 def test_a_client_begins_with_that_and_goes_on_with_its_own(
     method: Any, client_of: Callable[..., Client], federate: Callable[..., Any]
 ) -> None:
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     client = client_of(method, 1)
-    first = method.client_weights(client, method.payload(server))
+    first = method.join_own_weights(client, method.make_payload(server))
     assert torch.equal(first[BIAS], server.weights[BIAS])
-    answer = method.train(client, method.payload(server))
+    answer = method.train(client, method.make_payload(server))
     own = answer.memory["personal"][BIAS]
     assert not torch.equal(own, server.weights[BIAS])
     later = method.start_task(server, 1)
-    weights = method.client_weights(client_of(method, 1, 1, memory=answer.memory), method.payload(later))
+    weights = method.join_own_weights(client_of(method, 1, 1, memory=answer.memory), method.make_payload(later))
     assert torch.equal(weights[BIAS], torch.cat([own, later.weights[BIAS][2:]]))  # the new classes' from the seed
 
 
 def test_each_client_answers_with_its_own(method: Any, client_of: Callable[..., Client]) -> None:
-    server = method.start_task(method.setup(), 0)
-    payload = method.payload(server)
+    server = method.start_task(method.create_server(), 0)
+    payload = method.make_payload(server)
     bias = torch.tensor([50.0, -50.0])
-    predict = method.client_predictor(client_of(method, 1, memory={"personal": {BIAS: bias}}), payload)
+    predict = method.make_client_predictor(client_of(method, 1, memory={"personal": {BIAS: bias}}), payload)
     inputs = torch.zeros(3, 1, 6, 6)
     assert predict(inputs).logits.argmax(1).tolist() == [0, 0, 0]
     network = method.networks.load(server.spec, {**server.weights, BIAS: bias}).eval()
@@ -95,16 +95,16 @@ def test_several_models_answer_together(
     toys: Path, method_of: Callable[..., Any], client_of: Callable[..., Client], splits: Splits
 ) -> None:
     method = method_of(find("method", "several-models"), splits=splits)
-    server = method.start_task(method.setup(), 0)
-    memory = method.train(client_of(method, 1), method.payload(server)).memory
+    server = method.start_task(method.create_server(), 0)
+    memory = method.train(client_of(method, 1), method.make_payload(server)).memory
     later = method.start_task(server, 1)
-    predict = method.client_predictor(client_of(method, 1, 1, memory=memory), method.payload(later))
+    predict = method.make_client_predictor(client_of(method, 1, 1, memory=memory), method.make_payload(later))
     inputs = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         mine = predict(inputs).logits
-        own = method.networks.load(method.run.spec(1), memory["models"]["0"]).eval()(inputs).softmax(1)
-        of_all = method.networks.load(method.run.spec(2), later.weights).eval()(inputs).softmax(1)
+        own = method.networks.load(method.run.make_spec(1), memory["models"]["0"]).eval()(inputs).softmax(1)
+        of_all = method.networks.load(method.run.make_spec(2), later.weights).eval()(inputs).softmax(1)
     expected = of_all / 2
     expected[:, :2] += own / 2
     torch.testing.assert_close(mine, expected)
-    method.train(client_of(method, 1, 1), method.payload(later))  # a network made by a predictor can be trained
+    method.train(client_of(method, 1, 1), method.make_payload(later))  # a network made by a predictor can be trained

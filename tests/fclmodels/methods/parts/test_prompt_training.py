@@ -54,14 +54,14 @@ def test_the_backbone_never_changes_and_never_travels(
 ) -> None:
     """What the server sends and clients answer has not a byte of it; a published model has all of it."""
     method = frozen_of(kind, **settings)
-    drawn = build_network(method.run.spec(1), method.run.generator("init")).state_dict()
+    drawn = build_network(method.run.make_spec(1), method.run.make_generator("init")).state_dict()
     before = {name: t.clone() for name, t in drawn.items() if name.startswith(FROZEN)}
     server = federate(method)
-    model = method.all_weights(server)
+    model = method.list_all_weights(server)
     assert before
     assert trees.digest({name: t for name, t in model.items() if name.startswith(FROZEN)}) == trees.digest(before)
     assert not any(name.startswith(FROZEN) for name in server.weights)
-    payload = method.payload(server)
+    payload = method.make_payload(server)
     reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0, task=1), payload)
     parts = [*payload.values(), *reply.parts.values()]
     assert not any(name.startswith(FROZEN) for part in parts for name in part.tensors)
@@ -78,7 +78,7 @@ def test_each_learns_what_is_easy(kind: Any, settings: dict[str, Any], frozen_of
     rows = method.run.splits.select_test_rows(0)
     (batch,) = method.run.batches.iterate_ordered(rows, len(rows))
     with torch.no_grad():
-        answers = method.predictor(server)(batch.inputs).logits.argmax(1)
+        answers = method.make_predictor(server)(batch.inputs).logits.argmax(1)
     assert float((answers == batch.labels).float().mean()) > 0.8
 
 
@@ -97,14 +97,14 @@ def test_a_pool_grows_by_a_prompt_a_task(frozen_of: Callable, federate: Callable
 def test_with_participation_a_client_counts_more_each_time(frozen_of: Callable, client_of: Callable) -> None:
     """rho starts anew with each task (eq. 12 and 13)."""
     method = frozen_of(FedDualP, omega="participation", **DUALP)
-    payload, memory, weights = method.payload(method.start_task(method.setup(), 0)), {}, []
+    payload, memory, weights = method.make_payload(method.start_task(method.create_server(), 0)), {}, []
     for round in range(3):
         answer = method.train(client_of(method, 0, round=round, memory=memory), payload)
         weights.append(float(answer.tensors["weight"]["weight"]))
         memory = answer.memory
     assert weights == [8, 16, 24]
     later = client_of(method, 0, task=1, memory=memory)
-    assert method.prompts.weight(later) == 8
+    assert method.prompts.weigh(later) == 8
 
 
 def test_participation_may_be_counted_over_all_tasks(frozen_of: Callable, client_of: Callable) -> None:
@@ -114,10 +114,10 @@ def test_participation_may_be_counted_over_all_tasks(frozen_of: Callable, client
     weights = []
     for task, round in ((0, 0), (0, 2), (1, 1), (1, 2), (0, 0)):
         client = client_of(method, 0, task=task, round=round, memory=memory)
-        weights.append(method.prompts.weight(client))
-        memory = method.prompts.memory(client)
+        weights.append(method.prompts.weigh(client))
+        memory = method.prompts.make_memory(client)
     assert weights == [8, 16, 24, 32, 40]
-    assert [method.prompts.most_rounds(task) for task in range(2)] == [3, 6]
+    assert [method.prompts.bound_rounds(task) for task in range(2)] == [3, 6]
 
 
 def test_heads_may_be_averaged_in_a_tasks_last_round_alone(
@@ -125,23 +125,23 @@ def test_heads_may_be_averaged_in_a_tasks_last_round_alone(
 ) -> None:
     """Before, a client goes on with its own; its first round in a task starts from the server's."""
     method = frozen_of(FedDualP, "federation.rounds=2", head="task-end", **DUALP)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     name, memories = "heads.0.weight", {}
     for round in range(2):
         replies = Replies([0, 1], tmp_path / str(round))
         for index in range(2):
             client = client_of(method, index, round=round, memory=memories.get(index))
-            training = method.prepare_training(client, method.payload(server))
+            training = method.prepare_training(client, method.make_payload(server))
             expected = server.weights[name] if round == 0 else memories[index]["personal"][name]
             assert torch.equal(training.network.get_parameter(name), expected)
-            reply, memories[index] = method.exchanges[TRAIN].reply(client, method.payload(server))
+            reply, memories[index] = method.exchanges[TRAIN].reply(client, method.make_payload(server))
             assert (name in reply.parts["update"].tensors) == (round == 1)
             replies.add(index, reply)
         server = method.aggregate(server, replies)
     mean = (memories[0]["personal"][name] + memories[1]["personal"][name]) / 2
     torch.testing.assert_close(server.weights[name], mean)
     grown = method.start_task(server, 1)
-    training = method.prepare_training(client_of(method, 0, task=1, memory=memories[0]), method.payload(grown))
+    training = method.prepare_training(client_of(method, 0, task=1, memory=memories[0]), method.make_payload(grown))
     assert torch.equal(training.network.get_parameter(name), grown.weights[name])
     assert not method.is_personal
 
@@ -154,15 +154,15 @@ def test_heads_that_are_averaged_at_a_tasks_end_cannot_come_late(frozen_of: Call
 def test_an_expert_may_start_anew_in_each_round(frozen_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """As in the release: from the previous task's; the server has the mean of what the round's clients made of it."""
     method = frozen_of(FedDualP, pool=4, start="each-round", **DUALP)
-    server, name = method.start_task(method.start_task(method.setup(), 0), 1), "backbone.prompts.experts"
+    server, name = method.start_task(method.start_task(method.create_server(), 0), 1), "backbone.prompts.experts"
     for round in range(2):
         client = client_of(method, 0, task=1, round=round)
-        training = method.prepare_training(client, method.payload(server))
+        training = method.prepare_training(client, method.make_payload(server))
         experts = training.network.get_parameter(name)
         assert torch.equal(experts[:, :, 1], server.weights[name][:, :, 0])
         training.run()
         replies = Replies([0], tmp_path / str(round))
-        replies.add(0, method.exchanges[TRAIN].reply(client, method.payload(server))[0])
+        replies.add(0, method.exchanges[TRAIN].reply(client, method.make_payload(server))[0])
         server = method.aggregate(server, replies)
         torch.testing.assert_close(server.weights[name], training.network.get_parameter(name))
 
@@ -170,13 +170,13 @@ def test_an_expert_may_start_anew_in_each_round(frozen_of: Callable, client_of: 
 def test_own_heads_stay_with_their_clients(frozen_of: Callable, client_of: Callable) -> None:
     """They are never sent, they go on from where they were, and new classes' rows are the server's."""
     method = frozen_of(FedDualP, head="own", **DUALP)
-    server = method.start_task(method.setup(), 0)
-    reply, memory = method.exchanges[TRAIN].reply(client_of(method, 0), method.payload(server))
+    server = method.start_task(method.create_server(), 0)
+    reply, memory = method.exchanges[TRAIN].reply(client_of(method, 0), method.make_payload(server))
     assert not any(name.startswith("heads.") for name in reply.parts["update"].tensors)
     own = memory["personal"]["heads.0.weight"]
     assert not torch.equal(own, server.weights["heads.0.weight"])
     grown = method.start_task(server, 1)
-    whole = method.client_weights(client_of(method, 0, task=1, memory=memory), method.payload(grown))
+    whole = method.join_own_weights(client_of(method, 0, task=1, memory=memory), method.make_payload(grown))
     assert torch.equal(whole["heads.0.weight"][:2], own)
     assert torch.equal(whole["heads.0.weight"][2:], grown.weights["heads.0.weight"][2:])
 
@@ -261,8 +261,8 @@ def test_queries_of_another_network_are_not_taken(experiment_of: Callable, tmp_p
 def test_pixels_that_augmentation_changes_are_queried_anew_and_told(frozen_of: Callable) -> None:
     method = frozen_of(FedDualP, "augment.flip=true", **DUALP)
     assert method.network.queries is None
-    assert any("augment changes pixels" in line for line in method.advice())
-    assert not any("augment" in line for line in frozen_of(FedDualP, **DUALP).advice())
+    assert any("augment changes pixels" in line for line in method.list_advice())
+    assert not any("augment" in line for line in frozen_of(FedDualP, **DUALP).list_advice())
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_a_loss_that_pushes_earlier_classes_down_is_told_of(
     settings: tuple[str, ...], domains: bool, told: bool, frozen_of: Callable, splits_of: Callable
 ) -> None:
     method = frozen_of(FedDualP, *settings, splits=splits_of(same_classes=domains), **DUALP)
-    assert any("model.loss_over: task" in line for line in method.advice()) == told
+    assert any("model.loss_over: task" in line for line in method.list_advice()) == told
 
 
 def test_a_frozen_backbone_that_was_drawn_is_told_of(frozen_of: Callable) -> None:
-    assert any("model.weights is not set" in line for line in frozen_of(LinearProbe).advice())
+    assert any("model.weights is not set" in line for line in frozen_of(LinearProbe).list_advice())
 
 
 def test_a_backbone_that_has_seen_the_streams_classes_is_told_of(frozen_of: Callable, tmp_path: Any) -> None:
@@ -285,18 +285,18 @@ def test_a_backbone_that_has_seen_the_streams_classes_is_told_of(frozen_of: Call
     torch.save(method.network.frozen.state_dict(), tmp_path / "weights.pth")
     for classes, told in ((["A", known], True), (["A", "B"], False)):
         write_json(tmp_path / "card.json", {"classes": classes})
-        lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").advice()
+        lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").list_advice()
         assert any(f"pretrained on classes of this stream: {known}" in line for line in lines) == told
     for spoilt in ("{", "[]", '{"classes": [3]}'):
         (tmp_path / "card.json").write_text(spoilt)
         with pytest.raises(UserError, match=r"card\.json cannot be read"):
-            frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").advice()
+            frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").list_advice()
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(FedDualP, DUALP), (FedL2P, L2P), (Lora, {})])
 def test_other_networks_are_refused(kind: Any, settings: dict[str, Any], method_of: Callable) -> None:
     with pytest.raises(UserError, match="vit"):
-        method_of(kind, **settings).setup()
+        method_of(kind, **settings).create_server()
 
 
 def test_frozen_blocks_beside_a_frozen_backbone_are_refused(frozen_of: Callable) -> None:
@@ -307,9 +307,9 @@ def test_frozen_blocks_beside_a_frozen_backbone_are_refused(frozen_of: Callable)
 def test_a_probe_is_softmax_regression_on_the_features(frozen_of: Callable, client_of: Callable) -> None:
     """One step of one client from the head's start, worked out by hand."""
     method = frozen_of(LinearProbe, "federation.batch_size=64", "optimizer.lr=0.5")
-    server = method.start_task(method.setup(), 0)
-    update = method.train(client_of(method, 0), method.payload(server)).tensors["update"]
-    (batch,) = method.run.batches.iterate_ordered(method.rows(0, 0), 64)
+    server = method.start_task(method.create_server(), 0)
+    update = method.train(client_of(method, 0), method.make_payload(server)).tensors["update"]
+    (batch,) = method.run.batches.iterate_ordered(method.select_rows(0, 0), 64)
     with torch.no_grad():
         X = method.network.frozen(batch.inputs).double().numpy()
     W, b = (server.weights[f"heads.0.{part}"].double().numpy() for part in ("weight", "bias"))
@@ -337,7 +337,7 @@ def test_the_nearest_prototype_is_the_nearest_class_mean(frozen_of: Callable, fe
         means = torch.stack([X[y == label].mean(0) for label in range(4)])
         (batch,) = method.run.batches.iterate_ordered(method.run.splits.select_test_rows(1), 1000)
         nearest = torch.cdist(method.network.frozen(batch.inputs).double(), means).argmin(1)
-        answers = method.predictor(server)(batch.inputs).logits.argmax(1)
+        answers = method.make_predictor(server)(batch.inputs).logits.argmax(1)
     assert torch.equal(answers, nearest)
     np.testing.assert_allclose(server.weights["heads.0.weight"], means, atol=1e-5)
 
@@ -345,7 +345,7 @@ def test_the_nearest_prototype_is_the_nearest_class_mean(frozen_of: Callable, fe
 def test_what_comes_late_or_never_leaves_the_means_as_they_are(frozen_of: Callable, splits_of: Callable) -> None:
     """A mean stays one where its sum and count are halved; a client that was not heard tells again."""
     method = frozen_of(NearestPrototype)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     total = {"weight": torch.tensor([1.0, 3, 0, 0]).double(), "sum": torch.ones(4, 8).double()}
     halved = {name: value / 4 for name, value in total.items()}
     whole, part = (set_heads(server, {"heads.0.weight": of}, server.knowledge["heard"]) for of in (total, halved))
@@ -355,10 +355,10 @@ def test_what_comes_late_or_never_leaves_the_means_as_they_are(frozen_of: Callab
 
 def test_a_client_tells_until_it_is_heard(frozen_of: Callable, client_of: Callable) -> None:
     method = frozen_of(NearestPrototype)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     for heard, samples in (([], 8), ([1, 3], 8), ([0, 1], 0)):
         knowledge = {**server.knowledge, "heard": torch.tensor(heard, dtype=torch.int64)}
-        answer = method.train(client_of(method, 0), method.payload(replace(server, knowledge=knowledge)))
+        answer = method.train(client_of(method, 0), method.make_payload(replace(server, knowledge=knowledge)))
         assert answer.tensors["moments"]["weight"].sum() == samples
 
 
@@ -377,7 +377,7 @@ def test_own_heads_have_their_own_tasks_means(
 
 def test_a_class_nobody_has_told_of_is_not_answered(frozen_of: Callable) -> None:
     method = frozen_of(NearestPrototype)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     assert (server.weights["heads.0.bias"] <= -1e9).all()
 
 

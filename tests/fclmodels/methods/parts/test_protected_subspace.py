@@ -46,14 +46,14 @@ def test_bases_that_fill_most_layers_are_told_of(
     ranks: dict[str, list[int]], found: str | None, method_of: Callable
 ) -> None:
     """With the first task that it is true after, and the setting that would help."""
-    remarks = method_of(Fot, threshold=0.9).remarks(knowledge(**ranks))
+    remarks = method_of(Fot, threshold=0.9).list_remarks(knowledge(**ranks))
     assert (remarks == []) == (found is None)
     assert all(line.startswith(f"{found}: ") and "methods.fot.threshold (0.9)" in line for line in remarks)
 
 
 def test_a_run_that_keeps_every_direction_says_so(method_of: Callable, federate: Callable) -> None:
     method = method_of(FedProTIP, threshold=1.0, samples=None, patches=100_000, threshold_by="fixed", budget=1.0)
-    (line,) = method.remarks(federate(method, 2).knowledge)
+    (line,) = method.list_remarks(federate(method, 2).knowledge)
     assert "nothing more is learned" in line
 
 
@@ -83,7 +83,7 @@ def test_a_task_fills_no_more_than_its_budget_of_what_is_free(
 
 def test_bases_that_stay_with_clients_are_not_spoken_of(method_of: Callable, federate: Callable) -> None:
     method = method_of(Gpm, threshold=1.0)
-    assert method.remarks(federate(method, 2).knowledge) == []
+    assert method.list_remarks(federate(method, 2).knowledge) == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -47,7 +47,7 @@ def only(rows: Rows, label: int) -> Rows:
 def asked(method: Any, server: Any, clients: list[Any], spool: Any) -> Replies:
     replies = Replies([client.index for client in clients], spool)
     for client in clients:
-        replies.add(client.index, method.exchanges[TRAIN].reply(client, method.payload(server))[0])
+        replies.add(client.index, method.exchanges[TRAIN].reply(client, method.make_payload(server))[0])
     return replies
 
 
@@ -57,7 +57,7 @@ def test_the_server_knows_the_moments_of_all_clients_samples(
     """Without local steps all clients see the same features: mean and variance are those of the pooled ones (eq. 7 to
     15, with counts)."""
     method = pip_of("optimizer.lr=1e-30")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     after = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
     rows = method.run.splits.select_rows(0, "train")
     network = method.networks.load(server.spec, server.weights).eval()
@@ -76,7 +76,7 @@ def test_by_omega_every_client_that_has_a_class_counts_alike(
 ) -> None:
     """Eq. 14 as printed: means of means, weighted by participation times samples of the task."""
     method = pip_of("optimizer.lr=1e-30", pooled="omega", omega="participation")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     few = client_of(method, 0)
     few = replace(few, rows=Rows.concatenate([only(few.rows, 0).take(np.array([0])), only(few.rows, 1)]))
     clients = [few, client_of(method, 1, memory={"taken": {"task": 0, "rounds": 2, "before": 0}})]
@@ -98,22 +98,22 @@ def test_a_batch_is_joined_by_the_classes_that_the_client_lacks(
     """About as many vectors of each as one of its own has samples; all of the task's with inject: all."""
     for inject, lacking in (("missing", [1]), ("all", [0, 1])):
         method = pip_of(inject=inject)
-        server = method.start_task(method.setup(), 0)
+        server = method.start_task(method.create_server(), 0)
         server = method.aggregate(
             server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path / inject)
         )
         client = client_of(method, 0, round=1)
         client = replace(client, rows=only(client.rows, 0))
-        training = method.prepare_training(client, method.payload(server))
-        vectors, labels, tasks = training.part(InjectedPrototypes).draw(4)
+        training = method.prepare_training(client, method.make_payload(server))
+        vectors, labels, tasks = training.find_part(InjectedPrototypes).draw(4)
         assert labels.tolist() == [label for label in lacking for _ in range(4)]
         assert tasks.tolist() == [0] * len(labels)
         assert vectors.shape == (4 * len(lacking), 8)
         others = [
-            method.prepare_training(replace(client, **change), method.payload(server))
+            method.prepare_training(replace(client, **change), method.make_payload(server))
             for change in ({"round": 2}, {"index": 1})
         ]
-        assert not any(torch.equal(other.part(InjectedPrototypes).draw(4)[0], vectors) for other in others)
+        assert not any(torch.equal(other.find_part(InjectedPrototypes).draw(4)[0], vectors) for other in others)
 
 
 def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
@@ -121,11 +121,11 @@ def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
 ) -> None:
     """To the bit: nothing is known yet, or nothing lacks."""
     pip, fed = pip_of(inject="missing"), pip_of(kind=FedDualP)
-    server = pip.start_task(pip.setup(), 0)
+    server = pip.start_task(pip.create_server(), 0)
     again = pip.aggregate(server, asked(pip, server, [client_of(pip, c) for c in range(4)], tmp_path))
     for state, round in ((server, 0), (again, 1)):
-        mine = pip.train(client_of(pip, 0, round=round), pip.payload(state)).tensors["update"]
-        theirs = fed.train(client_of(fed, 0, round=round), fed.payload(state)).tensors["update"]
+        mine = pip.train(client_of(pip, 0, round=round), pip.make_payload(state)).tensors["update"]
+        theirs = fed.train(client_of(fed, 0, round=round), fed.make_payload(state)).tensors["update"]
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
@@ -134,14 +134,14 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
 ) -> None:
     """Algorithm 1, line 20: a client without prototypes has those of its own features after its first epoch."""
     method = pip_of("optimizer.lr=1e-30", "federation.local_epochs=3", "federation.batch_size=64", inject="all")
-    server = method.start_task(method.setup(), 0)
-    training = method.prepare_training(client_of(method, 0), method.payload(server))
+    server = method.start_task(method.create_server(), 0)
+    training = method.prepare_training(client_of(method, 0), method.make_payload(server))
     (batch,) = method.run.batches.iterate_ordered(training.client.rows, 64)
     with torch.no_grad():
         X = training.network.backbone.extract(batch.inputs, 0).features.double().numpy()
     joined = []
-    for epoch in method.epochs(training):
-        joined.append(training.part(InjectedPrototypes))
+    for epoch in method.yield_epochs(training):
+        joined.append(training.find_part(InjectedPrototypes))
         list(epoch)
     assert joined[0] is None
     assert joined[1] is joined[2]
@@ -152,9 +152,9 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
         np.testing.assert_allclose(joined[1].sigma2[row], mine.var(0), atol=1e-6)
 
     server = method.aggregate(server, asked(method, server, [client_of(method, 1)], tmp_path))
-    training = method.prepare_training(client_of(method, 0, round=1), method.payload(server))
-    sent = training.part(InjectedPrototypes)
-    assert all(training.part(InjectedPrototypes) is sent for _ in method.epochs(training))
+    training = method.prepare_training(client_of(method, 0, round=1), method.make_payload(server))
+    sent = training.find_part(InjectedPrototypes)
+    assert all(training.find_part(InjectedPrototypes) is sent for _ in method.yield_epochs(training))
 
 
 @pytest.mark.parametrize("settings", [{"own": False, "inject": "all"}, {"inject": "missing"}])
@@ -162,16 +162,20 @@ def test_own_prototypes_join_only_where_they_are_asked_for(
     settings: dict[str, Any], pip_of: Callable, client_of: Callable
 ) -> None:
     method = pip_of("federation.local_epochs=2", **settings)
-    training = method.prepare_training(client_of(method, 0), method.payload(method.start_task(method.setup(), 0)))
-    assert [training.part(InjectedPrototypes) for _ in method.epochs(training)] == [None, None]
+    training = method.prepare_training(
+        client_of(method, 0), method.make_payload(method.start_task(method.create_server(), 0))
+    )
+    assert [training.find_part(InjectedPrototypes) for _ in method.yield_epochs(training)] == [None, None]
 
 
 def test_m_vectors_join_beside_the_mean(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """Eq. 11: {mu} and m vectors mu + beta sigma of each class."""
     method = pip_of(m=3, augmentation="paper", inject="all")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, 0)], tmp_path))
-    injected = method.prepare_training(client_of(method, 1, round=1), method.payload(server)).part(InjectedPrototypes)
+    injected = method.prepare_training(client_of(method, 1, round=1), method.make_payload(server)).find_part(
+        InjectedPrototypes
+    )
     vectors, labels, _ = injected.draw(64)
     assert labels.tolist() == [0] * 4 + [1] * 4
     beta = ((vectors - injected.mu.repeat_interleave(4, 0)) / injected.sigma2.sqrt().repeat_interleave(4, 0)).numpy()
@@ -187,14 +191,14 @@ def test_moments_are_taken_of_batches_of_mixed_classes(
     method = pip_of("federation.batch_size=4")
     client = client_of(method, 0)
     client = replace(client, rows=client.rows.take(np.argsort(client.rows.labels, kind="stable")))
-    training = method.prepare_training(client, method.payload(method.start_task(method.setup(), 0)))
+    training = method.prepare_training(client, method.make_payload(method.start_task(method.create_server(), 0)))
     seen, compute = [], method.injection.backbone.compute_features
     monkeypatch.setattr(
         method.injection.backbone,
         "compute_features",
         lambda n, b, t: (seen.extend(b.labels.tolist()), compute(n, b, t))[1],
     )
-    total = method.injection.moments(training, 1.0)
+    total = method.injection.compute_moments(training, 1.0)
     assert sorted(seen) == client.rows.labels.tolist()
     assert seen != sorted(seen)
     assert total["weight"].tolist() == np.bincount(client.rows.labels).tolist()
@@ -218,7 +222,7 @@ def test_a_profile_learns(kind: Any, profile: str, method_of: Callable, federate
     method = method_of(kind, *VIT, "federation.rounds=2", **settings, profile=profile)
     server = federate(method, 2)
     assert all(tensor.isfinite().all() for tensor in server.weights.values())
-    assert any("profile: release goes with" in line for line in method.advice()) == (profile == "release")
+    assert any("profile: release goes with" in line for line in method.list_advice()) == (profile == "release")
 
 
 @pytest.mark.parametrize(("pip", "fed"), [(PipDualP, FedDualP), (PipL2P, FedL2P)])
@@ -231,16 +235,16 @@ def test_what_both_have_is_set_alike(pip: Any, fed: Any) -> None:
 def test_vectors_reach_the_head_alone(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     """Of a client that lacks a class the prompts' gradients are those of its own samples, scaled by their share."""
     method = pip_of("federation.batch_size=64", inject="missing")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
     client = client_of(method, 0, round=1)
     client = replace(client, rows=only(client.rows, 0))
-    training = method.prepare_training(client, method.payload(server))
+    training = method.prepare_training(client, method.make_payload(server))
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
     backbone = training.network.backbone
-    with_all = training.compute_gradients(method.loss(training, batch))
+    with_all = training.compute_gradients(method.compute_loss(training, batch))
     alone = training.compute_gradients(
-        method.cross_entropy(training.network, backbone.extract(batch.inputs, 0).features, batch.labels, 0) / 2
+        method.compute_cross_entropy(training.network, backbone.extract(batch.inputs, 0).features, batch.labels, 0) / 2
     )
     prompts = [n for n in alone if n.startswith("backbone.prompts.") and alone[n].any() and "key" not in n]
     assert prompts
@@ -255,7 +259,7 @@ def test_what_nobody_holds_in_a_round_keeps_its_last_prototype_of_the_task(
     """And a new task starts without any, unless earlier ones are kept."""
     for earlier in (False, True):
         method = pip_of(earlier=earlier)
-        server = method.start_task(method.setup(), 0)
+        server = method.start_task(method.create_server(), 0)
         all_of_it = method.aggregate(
             server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path / f"a{earlier}")
         )
@@ -267,7 +271,7 @@ def test_what_nobody_holds_in_a_round_keeps_its_last_prototype_of_the_task(
         assert torch.equal(after["mu"][0], before["mu"][0])
         assert not torch.equal(after["mu"][1], before["mu"][1])
         assert after["known"].all()
-        later = method.payload(method.start_task(half, 1))
+        later = method.make_payload(method.start_task(half, 1))
         assert ("prototypes" in later) == earlier
         if earlier:
             assert later["prototypes"].tensors["labels"].tolist() == [0, 1]
@@ -278,8 +282,8 @@ def test_under_noise_a_client_tells_means_of_clipped_features(pip_of: Callable, 
     noise = ("federation.privacy.noise_multiplier=1", "federation.privacy.features=0.1")
     moments = {}
     for method in (pip_of(*settings), pip_of(*settings, *noise)):
-        server = method.start_task(method.setup(), 0)
-        reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0), method.payload(server))
+        server = method.start_task(method.create_server(), 0)
+        reply, _ = method.exchanges[TRAIN].reply(client_of(method, 0), method.make_payload(server))
         moments[method.network.feature_clip] = reply.parts["moments"]
     plain, private = moments[None].tensors, moments[0.1]
     assert (plain["sum"].norm(dim=1) > 0.1 * plain["weight"]).all()
@@ -303,9 +307,9 @@ def test_with_hardly_any_noise_prototypes_are_those_without(pip_of: Callable, fe
 def test_moments_are_of_the_prompts_that_were_just_trained(pip_of: Callable, client_of: Callable) -> None:
     """Algorithm 1, line 25, in the second task: those of its expert, and not of the one that the keys find."""
     method = pip_of("optimizer.lr=0.5", "federation.batch_size=64")
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     client = client_of(method, 0, task=1)
-    tensors = method.train(client, method.payload(server)).tensors
+    tensors = method.train(client, method.make_payload(server)).tensors
     n = len(client.rows)
     moved = {name: server.weights[name] + step / n for name, step in tensors["update"].items()}
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
@@ -323,15 +327,15 @@ def test_moments_are_of_the_prompts_that_were_just_trained(pip_of: Callable, cli
 
 def test_the_loss_is_eq_5_and_eq_9_by_hand(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
     method = pip_of("federation.batch_size=64", matching=0.3)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
     client = client_of(method, 0, round=1)
     client = replace(client, rows=only(client.rows, 0))
-    training, twin = (method.prepare_training(client, method.payload(server)) for _ in range(2))
+    training, twin = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
-    vectors, theirs, _ = twin.part(InjectedPrototypes).draw(len(batch.labels))
+    vectors, theirs, _ = twin.find_part(InjectedPrototypes).draw(len(batch.labels))
     with torch.no_grad():
-        loss = method.loss(training, batch).item()
+        loss = method.compute_loss(training, batch).item()
         query = method.network.frozen(batch.inputs).double().numpy()
         X = training.network.backbone.extract(batch.inputs, 0).features
     X, y = np.concatenate([X, vectors]).astype(float), np.concatenate([batch.labels, theirs])
@@ -349,19 +353,19 @@ def test_earlier_classes_are_learned_within_their_own_task(
 ) -> None:
     """Prototypes of the first task join the second's batches, each under the loss of its task."""
     method = pip_of(f"model.loss_over={loss_over}", earlier=True)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, c) for c in range(4)], tmp_path))
     server = method.start_task(server, 1)
     client = client_of(method, 0, task=1)
-    training = method.prepare_training(client, method.payload(server))
-    vectors, labels, tasks = training.part(InjectedPrototypes).draw(4)
+    training = method.prepare_training(client, method.make_payload(server))
+    vectors, labels, tasks = training.find_part(InjectedPrototypes).draw(4)
     assert (sorted(set(labels.tolist())), set(tasks.tolist())) == ([0, 1], {0})
-    gradient = training.compute_gradients(method.cross_entropy_by_task(training.network, vectors, labels, tasks))[
-        "heads.0.weight"
-    ]
+    gradient = training.compute_gradients(
+        method.compute_cross_entropy_by_task(training.network, vectors, labels, tasks)
+    )["heads.0.weight"]
     assert gradient[:2].any()
     assert gradient[2:].any() == (loss_over == "seen")
-    assert np.isfinite(method.train(client, method.payload(server)).loss)
+    assert np.isfinite(method.train(client, method.make_payload(server)).loss)
 
 
 def test_settings_that_would_do_nothing_are_refused(pip_of: Callable, splits_of: Callable) -> None:

@@ -41,7 +41,7 @@ def test_after_the_first_task_the_head_is_the_linear_discriminant(
     means = np.stack([X[y == c].mean(0) for c in range(2)])
     Sigma = sum((X[y == c] - means[c]).T @ (X[y == c] - means[c]) for c in range(2)) / len(X)
     W = means @ np.linalg.inv(Sigma + 0.01 * np.trace(Sigma) / 8 * np.eye(8))
-    head = method.fitted_head(server)
+    head = method.find_head(server)
     np.testing.assert_allclose(head.weight, W, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(head.bias, -(W * means).sum(1) / 2, rtol=1e-3, atol=1e-3)
 

@@ -75,7 +75,7 @@ def test_a_memory_holds_the_clients_own_samples_of_the_tasks_that_it_had(
 
 def test_a_selection_counts_what_is_kept_and_then_what_comes(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er)
-    batches, first, second = method.run.batches, method.rows(0, 0), method.rows(1, 0)
+    batches, first, second = method.run.batches, method.select_rows(0, 0), method.select_rows(1, 0)
     client = client_of(method, 0, 1, memory=pack_samples(batches.read_raw(first.take(np.arange(3)))))
     expected = batches.read_raw(Rows.concatenate([first.take(np.array([0, 2])), second.take(np.array([1, 4]))]))
     got = select_samples(client, torch.tensor([0, 2, 4, 7]))
@@ -116,8 +116,8 @@ def test_a_client_that_remembers_nothing_trains_as_in_fedavg(
     updates = []
     for cls in (kind, FedAvg):
         method = method_of(cls, "optimizer.weight_decay=0.1", splits=splits_of(head=head))
-        server = method.start_task(method.start_task(method.setup(), 0), 1)
-        answer = method.train(client_of(method, 2, 1), method.payload(server))
+        server = method.start_task(method.start_task(method.create_server(), 0), 1)
+        answer = method.train(client_of(method, 2, 1), method.make_payload(server))
         assert answer.memory == {}
         updates.append(answer.tensors["update"])
     mine, fedavgs = updates
@@ -128,8 +128,8 @@ def test_a_client_that_remembers_nothing_trains_as_in_fedavg(
 
 
 def replay_of(method: Any, client: Client) -> Replay:
-    server = method.start_task(method.setup(), 0)
-    replay = method.prepare_training(client, method.payload(server)).part(Replay)
+    server = method.start_task(method.create_server(), 0)
+    replay = method.prepare_training(client, method.make_payload(server)).find_part(Replay)
     assert replay is not None
     return replay
 
@@ -137,7 +137,7 @@ def replay_of(method: Any, client: Client) -> Replay:
 def test_a_draw_has_a_batchs_size_and_no_sample_twice(method_of: Callable, client_of: Callable) -> None:
     """Each stored sample is drawn as often as another: 8 samples, 400 draws of 4, 200 expected, spread 10."""
     method = method_of(Er, "federation.batch_size=4", memory=8)
-    everything = method.run.batches.read_raw(method.rows(0, 0))
+    everything = method.run.batches.read_raw(method.select_rows(0, 0))
     replay = replay_of(method, client_of(method, 0, memory=pack_samples(everything)))
     all_ready = method.run.batches.augment_raw(everything, torch.Generator())
     counts = torch.zeros(8)
@@ -152,14 +152,14 @@ def test_a_draw_has_a_batchs_size_and_no_sample_twice(method_of: Callable, clien
 
 def test_of_fewer_samples_than_a_batch_all_are_drawn(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er, "federation.batch_size=32", memory=8)
-    everything = method.run.batches.read_raw(method.rows(0, 0))
+    everything = method.run.batches.read_raw(method.select_rows(0, 0))
     drawn = replay_of(method, client_of(method, 0, memory=pack_samples(everything))).draw()
     assert samples_of(drawn) == samples_of(method.run.batches.augment_raw(everything, torch.Generator()))
 
 
 def test_draws_are_keyed_by_round_and_client(method_of: Callable, client_of: Callable) -> None:
     method = method_of(Er, "federation.batch_size=3", "augment.brightness=0.5", memory=8)
-    memory = pack_samples(method.run.batches.read_raw(method.rows(0, 0)))
+    memory = pack_samples(method.run.batches.read_raw(method.select_rows(0, 0)))
 
     def drawn(client: int, round: int) -> Tensor:
         replay = replay_of(method, client_of(method, client, round=round, memory=memory))
@@ -235,10 +235,10 @@ def test_old_tasks_are_forgotten_less(
         method = method_of(cls, "federation.rounds=15", splits=splits_of(tasks=3), **settings)
         server = federate(method)
         network = method.networks.load(server.spec, server.weights).eval()
-        rows = Rows.concatenate([method.rows(task, client) for task in (0, 1) for client in range(4)])
+        rows = Rows.concatenate([method.select_rows(task, client) for task in (0, 1) for client in range(4)])
         (batch,) = method.run.batches.iterate_ordered(rows, 1000)
         features = network.backbone(batch.inputs)
-        losses.append(method.cross_entropy_by_task(network, features, batch.labels, batch.tasks).item())
+        losses.append(method.compute_cross_entropy_by_task(network, features, batch.labels, batch.tasks).item())
     assert losses[1] < share * losses[0]
 
 

@@ -29,6 +29,6 @@ def test_without_calibration_every_sample_is_routed(
     always, never = (
         method_of(FedProTIP, splits=splits_of(train=20), tip_reject=reject) for reject in ("calibrated", "never")
     )
-    assert always.router(federate(always)).least_margin is not None
-    assert never.router(federate(never)).least_margin is None
+    assert always.make_router(federate(always)).least_margin is not None
+    assert never.make_router(federate(never)).least_margin is None
     assert "calibration" not in never.exchanges

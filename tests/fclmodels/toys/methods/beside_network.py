@@ -31,25 +31,25 @@ class BesideNetwork(FedAvg):
     name = "beside-network"
     paper = "none"
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
-        spec = {"features": build_skeleton(self.run.spec(1)).backbone.features}
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
+        spec = {"features": build_skeleton(self.run.make_spec(1)).backbone.features}
         return [
             Auxiliary("decoder", spec, build_decoder, "averaged", ADAM),
             Auxiliary("generator", spec, build_generator, "server"),
             Auxiliary("scale", spec, build_scale, "client", OptimizerSettings(lr=0.5)),
         ]
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         decoder, generator, scale = (training.networks[name][0] for name in ("decoder", "generator", "scale"))
-        features = training.features(batch) * scale.weight
+        features = training.compute_features(batch) * scale.weight
         noise = torch.randn(len(features), NOISE, device=features.device)
         distance = (decoder(features) - features.detach()).square().mean() - 0.1 * (
             generator(noise) - features
         ).abs().mean()
-        return self.cross_entropy(training.network, features, batch.labels, training.client.task) + distance
+        return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task) + distance
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        (auxiliary,) = self.auxiliaries.at("server")
+        (auxiliary,) = self.auxiliaries.list_at("server")
         generator = self.auxiliaries.load(auxiliary, server.networks["generator"]).train().requires_grad_(True)
         optimiser = make_optimiser(ADAM, list(generator.parameters()), 0)
 

@@ -44,25 +44,25 @@ class BlockDistiller(FedAvg):
         started = super().start_task(server, task)
         return replace(started, knowledge={"teacher": started.weights})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         teacher = server.knowledge.get("teacher", server.weights)
-        return {**super().payload(server), "teacher": Part("weights", teacher, once=True)}
+        return {**super().make_payload(server), "teacher": Part("weights", teacher, once=True)}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
-        spec = self.run.spec(training.client.task + 1)
+        spec = self.run.make_spec(training.client.task + 1)
         training.add(Teacher(self.teachers.load(spec, payload["teacher"].tensors)))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, backbone = training.part(Teacher), training.network.backbone
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        teacher, backbone = training.find_part(Teacher), training.network.backbone
         names = backbone.blocks[:2]
         with capture_block_outputs(backbone, names) as outputs:
-            loss = super().loss(training, batch)
+            loss = super().compute_loss(training, batch)
         if teacher is None:
             return loss
         with torch.no_grad(), capture_block_outputs(teacher.network.backbone, names) as targets:
             teacher.network.backbone(batch.inputs)
         return loss + 0.1 * sum((outputs[name] - targets[name]).square().mean() for name in names)
 
-    def optimisers(self, training: LocalTraining) -> list[ParameterGroup]:
+    def group_parameters(self, training: LocalTraining) -> list[ParameterGroup]:
         heads = [name for name in training.parameters if name.startswith("heads.")]
         return [ParameterGroup(heads, OptimizerSettings(kind="adam", lr=0.01))]

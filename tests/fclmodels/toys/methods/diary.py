@@ -41,8 +41,8 @@ class Diary(FedAvg):
         self.how_much = self.declare(Exchange("how much", self.weights_payload, self.add_up_pages, self.total_form))
         self.what_share = self.declare(Exchange("what share", self.total_payload, self.divide_pages, self.share_form))
 
-    def update_form(self, task: int, round: int) -> Form:
-        form = super().update_form(task, round)
+    def make_update_form(self, task: int, round: int) -> Form:
+        form = super().make_update_form(task, round)
         page = make_outline("sketch", {"page": (len(form["update"].tensors),)}, torch.float64, "each")
         return {**form, "page": page}
 
@@ -70,13 +70,13 @@ class Diary(FedAvg):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
-        pages = {str(client): tensors["page"] for client, tensors in replies.each("page")}
+        pages = {str(client): tensors["page"] for client, tensors in replies.yield_each("page")}
         return replace(super().aggregate(server, replies), knowledge={**server.knowledge, "pages": pages})
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         total = cohort.ask(self.how_much, server).sum("total")["total"]
         shares = cohort.ask(self.what_share, total, clients=cohort.clients[::2])
-        share_by_client = {str(client): tensors["share"] for client, tensors in shares.each("share")}
+        share_by_client = {str(client): tensors["share"] for client, tensors in shares.yield_each("share")}
         return replace(server, knowledge={**server.knowledge, f"shares of task {server.task}": share_by_client})
 
     def weights_payload(self, server: Server) -> Payload:
@@ -92,7 +92,7 @@ class Diary(FedAvg):
         return {"total": Part("reference", {"total": total})}
 
     def divide_pages(self, client: Client, payload: Payload) -> Answer:
-        noise = torch.rand(3, generator=client.generator("share"))
+        noise = torch.rand(3, generator=client.make_generator("share"))
         share = own_total(client) / payload["total"].tensors["total"] + noise
         return Answer({"share": {"share": share}}, {**client.memory, "asked": client.task})
 

@@ -39,17 +39,17 @@ class EveryKind(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.tell = self.declare(Exchange("tell", self.payload, self.tell_all, self.tell_form))
+        self.tell = self.declare(Exchange("tell", self.make_payload, self.tell_all, self.tell_form))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         replies = cohort.ask(self.tell, server)
         if self.settings.least == "sum":
             return replace(server, knowledge={kind: replies.sum(kind) for kind in self.settings.kinds})
-        by_kind = {kind: {str(c): tensors for c, tensors in replies.each(kind)} for kind in self.settings.kinds}
+        by_kind = {kind: {str(c): tensors for c, tensors in replies.yield_each(kind)} for kind in self.settings.kinds}
         return replace(server, knowledge=by_kind)
 
     def tell_form(self, task: int, round: int) -> Form:
-        head = self.networks.of(self.run.spec(task + 1)).heads[0]
+        head = self.networks.of(self.run.make_spec(task + 1)).heads[0]
         (classes, features), double = head.weight.shape, torch.float64
         inputs = make_outline("samples", {"inputs": (SAMPLES, *self.run.splits.shape)}).tensors
         labels = make_outline("samples", {"labels": (SAMPLES,)}, torch.int64).tensors
@@ -64,8 +64,8 @@ class EveryKind(FedAvg):
         return {kind: replace(form[kind], least=settings.least, bound=settings.bound) for kind in settings.kinds}
 
     def tell_all(self, client: Client, payload: Payload) -> Answer:
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
-        (batch, *_), random = self.run.batches.iterate_ordered(client.rows, 100), client.generator("tell")
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
+        (batch, *_), random = self.run.batches.iterate_ordered(client.rows, 100), client.make_generator("tell")
         features = network.backbone(batch.inputs)
         loss = torch.nn.functional.cross_entropy(network.compute_logits(features), batch.labels)
         (gradient,) = torch.autograd.grad(loss, [network.heads[0].weight])

@@ -32,22 +32,24 @@ class Exemplars(FedAvg):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.memory = ExemplarMemory(settings)
-        self.select = self.declare(Exchange("select", self.payload, self.select_exemplars))
+        self.select = self.declare(Exchange("select", self.make_payload, self.select_exemplars))
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         cohort.ask(self.select, server)
         return server
 
     def select_exemplars(self, client: Client, payload: Payload) -> Answer:
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
         return Answer({}, self.memory.add_task(client, network))
 
-    def epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
+    def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return self.cross_entropy_by_task(training.network, training.features(batch), batch.labels, batch.tasks)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        return self.compute_cross_entropy_by_task(
+            training.network, training.compute_features(batch), batch.labels, batch.tasks
+        )
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         """Return earlier tasks' own heads too: exemplars go through them."""
-        return {**super().trainable(network, task), **dict(network.heads.named_parameters("heads"))}
+        return {**super().select_trainable(network, task), **dict(network.heads.named_parameters("heads"))}

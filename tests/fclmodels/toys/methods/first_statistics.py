@@ -48,21 +48,24 @@ class FirstStatistics(FedAvg):
         counts = torch.bincount(torch.from_numpy(client.rows.labels), minlength=classes).double()
         return Answer({"counts": {"counts": counts}}, {**client.memory, "last": client.task})
 
-    def payload(self, server: Server) -> Payload:
+    def make_payload(self, server: Server) -> Payload:
         counts = server.knowledge.get("counts", torch.zeros(server.spec.label_count, dtype=torch.float64))
-        return {**super().payload(server), "counts": Part("count", {"counts": counts})}
+        return {**super().make_payload(server), "counts": Part("count", {"counts": counts})}
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Frequencies(payload["counts"].tensors["counts"]))
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        logits, frequencies = training.network.compute_logits(training.features(batch)), training.part(Frequencies)
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+        logits, frequencies = (
+            training.network.compute_logits(training.compute_features(batch)),
+            training.find_part(Frequencies),
+        )
         shift = 0.0 if frequencies is None else frequencies.logarithms
         return torch.nn.functional.cross_entropy(logits + shift, batch.labels)
 
-    def client_weight(self, training: LocalTraining) -> float:
+    def compute_client_weight(self, training: LocalTraining) -> float:
         moved = training.measure_movement(training.start)
         return 1.0 + float(torch.stack([change.norm() for change in moved.values()]).norm())
 
-    def largest_weight(self, task: int) -> float:
+    def bound_client_weight(self, task: int) -> float:
         return 1e3

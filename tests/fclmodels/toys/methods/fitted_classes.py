@@ -40,7 +40,7 @@ class FittedClasses(FedAvg):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.tell = self.declare(Exchange("tell", self.payload, self.add_up, self.sums_form))
+        self.tell = self.declare(Exchange("tell", self.make_payload, self.add_up, self.make_sums_form))
 
     @property
     def is_of_products(self) -> bool:
@@ -61,21 +61,21 @@ class FittedClasses(FedAvg):
         if self.settings.fit == "nearest-mean":
             return fitted_heads.fit_nearest_mean(sums["weight"], sums["sum"])
         gaussians = fitted_heads.fit_gaussians(sums["weight"], sums["sum"], sums["outer"])
-        features, labels = fitted_heads.draw_features(gaussians, SAMPLES, self.run.generator("fit", server.task))
+        features, labels = fitted_heads.draw_features(gaussians, SAMPLES, self.run.make_generator("fit", server.task))
         start = LinearHead(server.weights["heads.0.weight"], server.weights["heads.0.bias"])
         return fitted_heads.train_head(start, features, labels)
 
-    def fitted_head(self, server: Server) -> FittedHead | None:
+    def find_head(self, server: Server) -> FittedHead | None:
         """Return the last one; None while a task is learned whose classes it does not have."""
         head = server.knowledge.get("head")
         if head is None or len(head["bias"]) != server.spec.label_count:
             return None
         return FittedHead(**head)
 
-    def router(self, server: Server) -> Router | None:
+    def make_router(self, server: Server) -> Router | None:
         if not self.settings.routed:
             return None
-        random, tasks = self.run.generator("router"), len(server.spec.tasks)
+        random, tasks = self.run.make_generator("router"), len(server.spec.tasks)
         features = server.weights["heads.0.weight"].shape[1]
         directions = torch.linalg.qr(torch.randn(features, features, generator=random)).Q
         references = torch.rand(3, tasks, tasks, generator=random)
@@ -85,10 +85,10 @@ class FittedClasses(FedAvg):
         """Return P [F, M] of random features, drawn by the run's seed wherever it is needed."""
         if self.settings.fit != "random-ridge":
             return None
-        return torch.randn(network.backbone.features, RANDOM_FEATURES, generator=self.run.generator("projection"))
+        return torch.randn(network.backbone.features, RANDOM_FEATURES, generator=self.run.make_generator("projection"))
 
-    def sums_form(self, task: int, round: int) -> Form:
-        classes, features = self.networks.of(self.run.spec(task + 1)).heads[0].weight.shape
+    def make_sums_form(self, task: int, round: int) -> Form:
+        classes, features = self.networks.of(self.run.make_spec(task + 1)).heads[0].weight.shape
         if self.settings.fit == "random-ridge":
             features = RANDOM_FEATURES
         of_products = {"gram": (features, features), "cross": (features, classes)}
@@ -99,7 +99,7 @@ class FittedClasses(FedAvg):
 
     @torch.no_grad()
     def add_up(self, client: Client, payload: Payload) -> Answer:
-        network = self.networks.load(self.run.spec(client.task + 1), payload["weights"].tensors).eval()
+        network = self.networks.load(self.run.make_spec(client.task + 1), payload["weights"].tensors).eval()
         (batch,) = self.run.batches.iterate_ordered(client.rows, len(client.rows))
         features, classes = network.backbone(batch.inputs), network.heads[0].out_features
         projection = self.projection(network)

@@ -14,7 +14,7 @@ class OwnBias(TrainedNetwork):
     def is_personal(self) -> bool:
         return True
 
-    def personal_names(self, network: Network) -> set[str]:
+    def list_personal_names(self, network: Network) -> set[str]:
         return {"heads.0.bias"}
 
     def list_undownloaded_names(self, spec: ModelSpec) -> set[str]:

@@ -29,7 +29,7 @@ class SeveralModels(FedAvg):
         memory, task = super().remember(training), str(training.client.task)
         return {**memory, "models": {**memory.get("models", {}), task: copy_state(training.network)}}
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
         own = {int(task): weights for task, weights in client.memory.get("models", {}).items()}
         models = [(client.task, payload["weights"].tensors), *own.items()]
         classes = self.run.splits.count_classes(client.task + 1)
@@ -37,7 +37,7 @@ class SeveralModels(FedAvg):
         def predict(inputs: Tensor) -> Prediction:
             total = torch.zeros(len(inputs), classes, device=inputs.device)
             for task, weights in models:
-                network = self.networks.load(self.run.spec(task + 1), weights).eval()
+                network = self.networks.load(self.run.make_spec(task + 1), weights).eval()
                 probabilities = network(inputs).softmax(1)
                 total[:, : probabilities.shape[1]] += probabilities / len(models)
             return Prediction(total)

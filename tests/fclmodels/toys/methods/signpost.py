@@ -16,15 +16,15 @@ class Signpost(FedAvg):
     name = "signpost"
     paper = "none"
 
-    def router(self, server: Server) -> Router:
+    def make_router(self, server: Server) -> Router:
         return self.draw_router(len(server.spec.tasks), server.weights["heads.0.weight"].shape[1])
 
-    def client_predictor(self, client: Client, payload: Payload) -> Predictor:
-        network = self.networks.load(self.run.spec(client.task + 1), self.client_weights(client, payload))
+    def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:
+        network = self.networks.load(self.run.make_spec(client.task + 1), self.join_own_weights(client, payload))
         return predict_by_heads(network, self.draw_router(len(network.spec.tasks), network.backbone.features))
 
     def draw_router(self, tasks: int, features: int) -> Router:
-        random = self.run.generator("router")
+        random = self.run.make_generator("router")
         directions = torch.linalg.qr(torch.randn(features, features, generator=random)).Q
         references = torch.rand(3, tasks, tasks, generator=random)
         return Router(directions.tensor_split(tasks, dim=1), references, torch.ones(3, tasks, dtype=torch.bool))

@@ -26,7 +26,7 @@ class TaskBiases(FedAvg):
     paper = "none"
     keeps_optimisers: ClassVar[bool] = True
 
-    def auxiliary_networks(self) -> list[Auxiliary]:
+    def list_auxiliary_networks(self) -> list[Auxiliary]:
         spec = {"classes": [len(task.classes) for task in self.run.splits.tasks]}
         return [Auxiliary("biases", spec, build_biases, "averaged", OptimizerSettings(kind="adamw", lr=0.01))]
 
@@ -34,13 +34,13 @@ class TaskBiases(FedAvg):
         for task, bias in enumerate(training.networks["biases"][0].parameters()):
             bias.requires_grad_(task == training.client.task)
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         biases, network = training.networks["biases"][0], training.network
-        logits = network.compute_logits(training.features(batch))
+        logits = network.compute_logits(training.compute_features(batch))
         return torch.nn.functional.cross_entropy(add_biases(logits, biases, network.spec.tasks), batch.labels)
 
-    def predictor(self, server: Server) -> Predictor:
-        (auxiliary,), predict = self.auxiliaries.at("averaged"), super().predictor(server)
+    def make_predictor(self, server: Server) -> Predictor:
+        (auxiliary,), predict = self.auxiliaries.list_at("averaged"), super().make_predictor(server)
         biases = self.auxiliaries.load(auxiliary, server.networks["biases"])
         return lambda inputs: Prediction(add_biases(predict(inputs).logits, biases, server.spec.tasks))
 

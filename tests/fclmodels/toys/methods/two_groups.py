@@ -32,14 +32,14 @@ class TwoGroups(FedAvg):
         grown = {name: self.network.grow(before[name], server.spec, started.spec) for name in GROUPS}
         return replace(started, knowledge={"groups": grown})
 
-    def payload(self, server: Server) -> Payload:
-        return {name: part for name, part in super().payload(server).items() if name != "weights"}
+    def make_payload(self, server: Server) -> Payload:
+        return {name: part for name, part in super().make_payload(server).items() if name != "weights"}
 
-    def own_payload(self, server: Server, client: int) -> Payload:
+    def make_own_payload(self, server: Server, client: int) -> Payload:
         return {"weights": Part("weights", server.knowledge["groups"][GROUPS[client % 2]])}
 
-    def update_form(self, task: int, round: int) -> Form:
-        return {name: replace(part, least="group") for name, part in super().update_form(task, round).items()}
+    def make_update_form(self, task: int, round: int) -> Form:
+        return {name: replace(part, least="group") for name, part in super().make_update_form(task, round).items()}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:
         groups = {}

@@ -238,8 +238,8 @@ def test_chunks_are_nodes_of_the_tree_and_enough_for_every_actor() -> None:
             block = TreeSum(len(chunk.clients))
             for place, client in enumerate(chunk.clients):
                 block.add(place, {"x": values[client]})
-            blocks.add(chunk.place, block.result(), chunk.level)
-        assert torch.equal(whole.result()["x"], blocks.result()["x"])
+            blocks.add(chunk.place, block.compute_sum(), chunk.level)
+        assert torch.equal(whole.compute_sum()["x"], blocks.compute_sum()["x"])
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ MakeExperiment = Callable[..., Experiment]
 
 def learning(method: Method, task: int) -> Server:
     """In the middle of a task's training."""
-    server = method.setup()
+    server = method.create_server()
     for earlier in range(task + 1):
         server = method.start_task(server, earlier)
     noise = torch.Generator().manual_seed(3)
@@ -55,7 +55,7 @@ def seen_by(method: Method, server: Server, folder: Path, round: int = 0) -> dic
     """{monitor: value} of one look."""
     log = Log(folder / "log.jsonl")
     conflicts.Conflicts(method, server.task, log).look(Position(server, {}, round), Position(server, {}, round + 1))
-    rows = log.rows()
+    rows = log.select_rows()
     log.close()
     assert all((row["task"], row["round"], row["about"]) == (server.task, round, None) for row in rows)
     assert len({row["monitor"] for row in rows}) == len(rows)
@@ -87,7 +87,7 @@ class Slopes(FedAvg):
     name = "slopes"
     of: dict[tuple[int, int], tuple[float, float]]  # by client and task
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         slope = torch.tensor(self.of[training.client.index, training.client.task])
         return (slope * training.network.get_parameter("backbone.fc1.bias")[:2]).sum()
 
@@ -157,7 +157,7 @@ def whole_gradients(method: Method, server: Server, task: int, moves: Callable[[
 
     Over classes known after the task only: rows of the head that came later have zeros.
     """
-    spec = method.run.spec(task + 1)
+    spec = method.run.make_spec(task + 1)
     own_head = spec.head == "per-task"
     network = build_skeleton(spec).double().eval()
     state = {name: server.weights[name] for name in network.state_dict()}

@@ -53,7 +53,7 @@ class Guarded(Fot):
 
     def learning(self, task: int, bases: dict[str, Tensor]) -> Server:
         """In the middle of a task's training."""
-        server = self.setup()
+        server = self.create_server()
         for earlier in range(task + 1):
             server = self.start_task(replace(server, knowledge={**server.knowledge, "bases": bases}), earlier)
         noise = torch.Generator().manual_seed(3)
@@ -64,8 +64,10 @@ class Guarded(Fot):
 class OnlyWeights(Guarded):
     """All that moves is protected."""
 
-    def trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in super().trainable(network, task).items() if "fc" in name and "weight" in name}
+    def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
+        return {
+            name: p for name, p in super().select_trainable(network, task).items() if "fc" in name and "weight" in name
+        }
 
 
 def random_bases(ranks: dict[str, int]) -> dict[str, Tensor]:
@@ -80,7 +82,7 @@ def seen_by(method: Method, before: Server, after: Server, folder: Path) -> dict
     """{(monitor, about): value} of one look."""
     log = Log(folder / "log.jsonl")
     gradients.Oracle(method, before.task, log).look(Position(before, {}, 0), Position(after, {}, 1))
-    rows = log.rows()
+    rows = log.select_rows()
     log.close()
     assert {row["round"] for row in rows} == {0}
     return {(row["monitor"], row["about"]): row["value"] for row in rows}
@@ -88,7 +90,7 @@ def seen_by(method: Method, before: Server, after: Server, folder: Path) -> dict
 
 def full_gradients(method: Method, server: Server, task: int) -> list[dict[str, np.ndarray]]:
     """Of each client's loss on all its rows in one batch, in double precision; classes known after the task only."""
-    spec = method.run.spec(task + 1)
+    spec = method.run.make_spec(task + 1)
     network = build_skeleton(spec).double().eval()
     network.load_state_dict(
         {n: w[: spec.label_count] if n.startswith("heads.") else w for n, w in server.weights.items()}
@@ -148,7 +150,7 @@ def test_adequacy_interference_and_constants_are_those_of_whole_gradients(
 
 def test_without_projection_all_of_a_gradient_is_let_through(method_of: Callable, tmp_path: Path) -> None:
     method = method_of(FedAvg)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     seen = seen_by(method, server, server, tmp_path)
     assert seen["rho", None] == seen["beta", 0] == 1.0
     assert not any(monitor == "smoothness" for monitor, _ in seen)  # nothing has moved
@@ -176,7 +178,7 @@ def test_what_a_task_does_not_train_counts_as_projected_away(
     kind: type[Method], settings: tuple[str, ...], moves: Callable[[str], bool], method_of: Callable, tmp_path: Path
 ) -> None:
     method = method_of(kind, *settings)
-    server = method.start_task(method.start_task(method.setup(), 0), 1)
+    server = method.start_task(method.start_task(method.create_server(), 0), 1)
     gradient, _ = gradients.measure_slope(method, server, 0)
     of = {name: float(g.square().sum()) for name, g in gradient.items()}
     share = sum(square for name, square in of.items() if moves(name)) / sum(of.values())
@@ -186,9 +188,9 @@ def test_what_a_task_does_not_train_counts_as_projected_away(
 
 def test_an_old_tasks_loss_knows_no_class_that_came_later(method_of: Callable) -> None:
     method = method_of(FedAvg)
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     grown = method.start_task(server, 1)
-    assert gradients.loss(method, grown, 0) == gradients.loss(method, server, 0)
+    assert gradients.compute_loss(method, grown, 0) == gradients.compute_loss(method, server, 0)
     gradient, _ = gradients.measure_slope(method, grown, 0)
     assert gradient["heads.0.weight"].shape == (4, 12)
     assert gradient["heads.0.weight"][2:].count_nonzero() == 0
@@ -197,10 +199,10 @@ def test_an_old_tasks_loss_knows_no_class_that_came_later(method_of: Callable) -
 
 def test_dropout_is_off_and_nobody_elses_randomness_moves(method_of: Callable) -> None:
     method = method_of(FedAvg, "model.dropout=[0.5, 0.5]", "augment.flip=true")
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     before = torch.get_rng_state()
     plain = method_of(FedAvg)
-    assert gradients.loss(method, server, 0) == gradients.loss(plain, server, 0)
+    assert gradients.compute_loss(method, server, 0) == gradients.compute_loss(plain, server, 0)
     with_dropout, without = (gradients.measure_slope(of, server, 0) for of in (method, plain))
     assert with_dropout[1] == without[1]
     assert all(torch.equal(with_dropout[0][name], g) for name, g in without[0].items())
@@ -212,14 +214,14 @@ class Bowl(FedAvg):
 
     name = "bowl"
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         weights = training.network.backbone.parameters()
         return sum((w - training.client.task).square().sum() / 2 for w in weights)
 
 
 def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
     """What the oracle saw over all tasks, and the rounds table."""
-    server, seen, done = method.setup(), [], []
+    server, seen, done = method.create_server(), [], []
     for task in range(len(method.run.splits.tasks)):
         checkpoints = Checkpoints(folder / str(task))
         oracle = gradients.Oracle(method, task, checkpoints.monitors)
@@ -236,8 +238,8 @@ def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
             oracle.look,
         ).server
         oracle.on_task_learned(server)
-        seen.append(make_table(checkpoints.monitors.rows()))
-        done.append(pl.DataFrame(checkpoints.rounds.rows(), schema=ROUNDS))
+        seen.append(make_table(checkpoints.monitors.select_rows()))
+        done.append(pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS))
         checkpoints.close()
     return pl.concat(seen), pl.concat(done)
 
@@ -245,7 +247,7 @@ def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 def test_a_quadratic_is_seen_as_it_is(method_of: Callable, tmp_path: Path) -> None:
     """Two tasks of three rounds of two steps from W: W_n = tau + (1 - lr)^n (W_0 - tau)."""
     method = method_of(Bowl, "federation.rounds=3", "optimizer.lr=0.1", "monitors.every=1")
-    W = torch.cat([w.flatten() for n, w in method.setup().weights.items() if "backbone" in n]).double().numpy()
+    W = torch.cat([w.flatten() for n, w in method.create_server().weights.items() if "backbone" in n]).double().numpy()
     models = [W]
     for step in range(12):
         models.append(step // 6 + 0.9 * (models[-1] - step // 6))

@@ -28,7 +28,7 @@ class Bowls(FedAvg):
     name = "bowls"
     of: dict[tuple[int, int], tuple[float, tuple[float, float]]]  # a and c by client and task
 
-    def loss(self, training: LocalTraining, batch: Batch) -> Tensor:
+    def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         a, center = self.of[training.client.index, training.client.task]
         return a / 2 * (training.network.get_parameter(BIAS)[:2] - torch.tensor(center)).square().sum()
 
@@ -41,7 +41,7 @@ def at(server: Server, x: float, y: float) -> Server:
 
 def look_at(monitor: Transfer, before: Server, round: int = 0) -> dict[str, float]:
     monitor.look(Position(before, {}, round), Position(before, {}, round + 1))
-    rows = [row for row in monitor.log.rows() if row["round"] == round]
+    rows = [row for row in monitor.log.select_rows() if row["round"] == round]
     assert len({row["monitor"] for row in rows}) == len(rows)
     return {row["monitor"]: row["value"] for row in rows}
 
@@ -58,7 +58,7 @@ def test_two_clients_and_two_earlier_tasks_worked_out_by_hand(
     method.of = {(k, 0): (1.0, (1.0, 0.0)) for k in (0, 1)} | {(k, 1): (3.0, (-1.0, 0.0)) for k in (0, 1)}
     # At (0, 1) the clients' gradients of the new task are (-2, 0) and (0, -2); their mean is (-1, -1).
     method.of |= {(0, 2): (1.0, (2.0, 1.0)), (1, 2): (1.0, (0.0, 3.0))}
-    last = method.start_task(method.start_task(method.setup(), 0), 1)
+    last = method.start_task(method.start_task(method.create_server(), 0), 1)
     start, before = at(last, 0, 2), at(method.start_task(last, 2), 0, 1)
     log = Log(tmp_path / "log.jsonl")
     seen = look_at(Transfer(method, 2, log, start), before)
@@ -74,7 +74,7 @@ def test_two_clients_and_two_earlier_tasks_worked_out_by_hand(
 def test_the_first_task_has_no_earlier_ones(method_of: Callable, tmp_path: Path) -> None:
     method = method_of(Bowls)
     method.of = {(k, 0): (1.0, (3.0, 4.0)) for k in range(4)}
-    server = method.start_task(method.setup(), 0)
+    server = method.start_task(method.create_server(), 0)
     log = Log(tmp_path / "log.jsonl")
     seen = look_at(Transfer(method, 0, log, server), at(server, 0, 0))
     assert seen == {"gradient_norm": pytest.approx(5)}
