@@ -110,9 +110,8 @@ class Method:
     start_task: Callable[[Server, int], Server]  # before the task's first round: the head grows by its new classes
     make_payload: Callable[[Server], Payload]  # what every client of a round downloads
     aggregate: Callable[[Server, Replies], Server]  # the server after a round
-    make_predictor: Callable[
-        [Server], Predictor
-    ]  # from inputs [B, C, H, W] to a Prediction, with the network set up once
+    # from inputs [B, C, H, W] to a Prediction, with the network set up once
+    make_predictor: Callable[[Server], Predictor]
 
     def make_own_payload(self, server: Server, client: int) -> Payload:
         """Return further parts that one client of a round downloads."""
