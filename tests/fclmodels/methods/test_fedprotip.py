@@ -1,6 +1,6 @@
 """FedProTIP's exchanges at the end of a task, against NumPy on what the clients' layers really saw."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ from fclmodels.backbones.inputs.layer_inputs import LayerInputs
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.listener import Listener
-from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN, Answer, Exchange, Memory
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedprotip import FedProTIP
-from fclmodels.methods.parts.protected_subspace import Bases
 from fclmodels.storage import trees
 
 MLP = ("model.backbone=mlp", "model.hidden=24")
@@ -179,8 +177,10 @@ def test_ten_clients_do_not_fill_a_layer_with_what_each_has_alone(method_of: Cal
 class Backwards(FedProTIP):
     """Takes in the clients' bases in the other order."""
 
-    def _yield_directions(self, replies: Replies) -> Iterator[Bases]:
-        yield from reversed(list(super()._yield_directions(replies)))
+    def __init__(self, settings: FedProTIP.Settings, run: Run) -> None:
+        super().__init__(settings, run)
+        forwards = self.core_bases.yield_directions
+        self.core_bases.yield_directions = lambda replies: reversed(list(forwards(replies)))  # type: ignore[method-assign]
 
 
 def test_the_union_does_not_depend_on_the_order_of_clients(method_of: Callable, federate: Callable) -> None:
@@ -261,7 +261,7 @@ def test_a_sketch_has_the_law_of_eq_40(method_of: Callable, client_of: Callable)
     total = torch.zeros(6, 6, dtype=torch.float64)
     for round in range(2000):
         client = client_of(method, 0, round=round)
-        B = method.extract(client, {"layer": seen}, basis)["directions"]["layer"].double()
+        B = method.core_bases.extract(client, {"layer": seen}, basis)["directions"]["layer"].double()
         assert B.shape == (6, 5)
         total += B @ B.T / (5 * 2000)
     expected = (X @ X.T).double()
@@ -276,7 +276,7 @@ def test_directions_of_small_singular_values_are_orthonormal_too(method_of: Call
     seen, basis = LayerInputs(300, 90, 90, columns=X), torch.zeros(300, 0)
     blurred = seen.decompose_principal(basis)[0]
     assert (blurred.T @ blurred - torch.eye(90)).abs().max() > 1e-4
-    sent = method.extract(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"]["layer"]
+    sent = method.core_bases.extract(client_of(method, 0), {"layer": seen}, {"layer": basis})["directions"]["layer"]
     assert sent.shape == (300, 90)
     assert (sent.T @ sent - torch.eye(90)).abs().max() < 1e-5
     assert (sent @ (sent.T @ blurred) - blurred).abs().max() < 1e-5  # the same span
@@ -297,7 +297,7 @@ def test_what_is_known_already_adds_nothing(rule: str, method_of: Callable, clie
         seen = LayerInputs(40, n, n)
         for part in (basis @ torch.randn(7, n, generator=random)).split(1000, dim=1):
             seen.add(part)
-        tensors = method.extract(client_of(method, 0), {"layer": seen.finish()}, {"layer": basis})
+        tensors = method.core_bases.extract(client_of(method, 0), {"layer": seen.finish()}, {"layer": basis})
         assert tensors["directions"]["layer"].shape == (40, 0)
 
 
@@ -396,7 +396,7 @@ def test_a_client_with_more_data_counts_more(exchange: str, method_of: Callable,
     for axes, total in (([0, 1], 2), ([1, 0], 200)):
         X = torch.eye(6)[:, axes] * torch.tensor([9.0, 1.0])
         seen = {"features": LayerInputs(6, 2, total, columns=X)}
-        found.append(directions_of(method.extract(client_of(method, 0), seen, nothing))["features"])
+        found.append(directions_of(method.core_bases.extract(client_of(method, 0), seen, nothing))["features"])
     assert_allclose(method.identity._extract_task_basis(nothing["features"], found[:1])[0].abs(), 1, atol=0.1)
     assert_allclose(method.identity._extract_task_basis(nothing["features"], found)[1].abs(), 1, atol=0.2)
 
@@ -410,7 +410,7 @@ def test_features_that_mostly_lie_in_known_directions_have_some_of_their_own(
     X = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     X[0] += 10
     seen = {name: LayerInputs(8, 20, 20, columns=X) for name in ("features", "layer")}
-    tensors = method.extract(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
+    tensors = method.core_bases.extract(client_of(method, 0), seen, dict.fromkeys(seen, torch.eye(8)[:, :1]))
     sent = {name: directions.shape[1] for name, directions in directions_of(tensors).items()}
     assert sent["features"] == mass_rank(np.linalg.svd(X[1:].numpy(), compute_uv=False), 0.7)
     assert (sent["layer"] == 0) == (rule == "total-energy")

@@ -93,7 +93,7 @@ def test_a_client_stores_no_more_than_512_features_of_a_task(
 ) -> None:
     method = method_of(FedProTIP, "model.backbone=mlp", splits=splits_of(train=600, clients=1), samples=None)
     server = federate(method, 1)
-    payload = method.make_bases_payload(server, server.knowledge["bases"] | {"features": torch.zeros(12, 0)})
-    memory = method.answer_core_bases(client_of(method, 0), payload).memory
+    payload = method.core_bases.make_payload(server, server.knowledge["bases"] | {"features": torch.zeros(12, 0)})
+    memory = method.core_bases.answer(client_of(method, 0), payload).memory
     assert memory["features"]["0"].shape == (STORED, 12)
     assert memory["labels"]["0"].shape == (STORED,)
