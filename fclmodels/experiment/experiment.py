@@ -202,7 +202,7 @@ class Experiment:
             if watch:
                 watch.on_task_learned(position.server)
                 objects["monitors"] = self.store.put_table(watch.table())
-            table = pl.DataFrame(checkpoints.rounds.select_rows(), schema=tables.ROUNDS)
+            table = pl.DataFrame(checkpoints.rounds.read_rows(), schema=tables.ROUNDS)
             objects["rounds"] = self.store.put_table(table)
             objects |= self._store_tables(checkpoints)
             return objects, float(table["seconds"].sum())
@@ -254,7 +254,7 @@ class Experiment:
     def _store_tables(self, checkpoints: Checkpoints) -> dict[str, str]:
         """Return the ledger of a step and, where the server trained, what that cost, put into the store."""
         objects = {"ledger": self.store.put_table(ledger_table(checkpoints.ledger))}
-        if costs := checkpoints.costs.select_rows():
+        if costs := checkpoints.costs.read_rows():
             objects["costs"] = self.store.put_table(pl.DataFrame(costs, schema=tables.COSTS))
         return objects
 

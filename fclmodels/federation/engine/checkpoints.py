@@ -88,7 +88,7 @@ class Checkpoints:
         try:
             memories = {int(client): self._find_file(name) for client, name in commit.memories.items()}
             late = {int(client): Late(self._find_file(name), *when) for client, (name, *when) in commit.late.items()}
-            usual_length = max((row.get("median") or 0.0 for row in self.rounds.select_rows()), default=0.0)
+            usual_length = max((row.get("median") or 0.0 for row in self.rounds.read_rows()), default=0.0)
             return Position(Server.from_tree(tree), memories, commit.round, late, usual_length)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise UserError(f"{self.folder} holds no state of a run ({problem}). {self._remedy}") from problem

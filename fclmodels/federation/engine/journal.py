@@ -38,7 +38,7 @@ class Log:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def select_rows(self) -> list[dict[str, Any]]:
+    def read_rows(self) -> list[dict[str, Any]]:
         self.flush()
         try:
             return [json.loads(line) for line in self.path.read_bytes().splitlines()]

@@ -27,7 +27,7 @@ class Ledger:
         self.bytes_up = 0
         self.bytes_down = 0
         # After an interruption, the log says who has downloaded which part.
-        down = [row for row in log.select_rows() if row["direction"] == "down"]
+        down = [row for row in log.read_rows() if row["direction"] == "down"]
         self._owned = {(row["part"], client) for row in down for client in row["client"]}
         self._owned |= {(part, client) for part, clients in (owners or {}).items() for client in clients}
 
@@ -104,7 +104,7 @@ def ledger_table(log: "Log") -> pl.DataFrame:
 
     Exchanges stand in their order in time, so that the last row of a client's memory is of what it keeps in the end.
     """
-    table = pl.DataFrame(log.select_rows(), schema={**LEDGER, "client": pl.List(pl.Int32)})
+    table = pl.DataFrame(log.read_rows(), schema={**LEDGER, "client": pl.List(pl.Int32)})
     round = pl.col("round")
     phase = pl.when(round <= -BEFORE_ROUNDS).then(0).when(round >= 0).then(1).otherwise(2)
     return table.explode("client").sort("task", phase, round.abs(), "client", "direction", "part", maintain_order=True)

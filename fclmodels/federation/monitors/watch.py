@@ -47,4 +47,4 @@ class Watch:
             monitor.on_task_learned(server)
 
     def table(self) -> pl.DataFrame:
-        return make_table(self.log.select_rows())
+        return make_table(self.log.read_rows())

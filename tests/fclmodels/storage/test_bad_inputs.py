@@ -290,7 +290,7 @@ def checkpoints_of_a_task(home: Path) -> Format:
         opened = Checkpoints(folder / "checkpoints" / "key")
         try:
             position = opened.load_latest()
-            opened.rounds.select_rows()
+            opened.rounds.read_rows()
             for file in position.memories.values() if position else ():
                 assert file.is_relative_to(folder)
                 trees.load(file)

@@ -39,10 +39,10 @@ def test_a_log_goes_on_from_the_length_that_was_noted(
     log.close()
     log = Log(path, length, digest)
     assert log.flush() == length
-    assert log.select_rows() == rows[:noted]
+    assert log.read_rows() == rows[:noted]
     log.append({"z": 1})
     assert log.flush() == path.stat().st_size
-    assert log.select_rows() == [*rows[:noted], {"z": 1}]
+    assert log.read_rows() == [*rows[:noted], {"z": 1}]
     log.close()
 
 
@@ -68,7 +68,7 @@ def test_the_last_commit_is_what_is_found(tmp_path: Path) -> None:
     assert trees.digest(position.server.to_tree()) == trees.digest(server(3).to_tree())
     assert position.server.spec == SPEC
     assert {client: trees.load(file)["seen"].item() for client, file in position.memories.items()} == {5: 3}
-    assert [row["round"] for row in checkpoints.rounds.select_rows()] == [1, 2, 3]
+    assert [row["round"] for row in checkpoints.rounds.read_rows()] == [1, 2, 3]
     checkpoints.close()
 
 
@@ -84,7 +84,7 @@ def test_what_no_commit_names_is_dropped_or_passed_over(tmp_path: Path) -> None:
     position = checkpoints.load_latest()
     assert position is not None
     assert position.round == 2
-    assert [row["round"] for row in checkpoints.rounds.select_rows()] == [1, 2]
+    assert [row["round"] for row in checkpoints.rounds.read_rows()] == [1, 2]
     checkpoints.commit(position)
     checkpoints.close()
     names = {file.name for file in tmp_path.rglob("*") if file.is_file()}
@@ -162,7 +162,7 @@ def test_a_second_user_is_refused_in_one_line_while_the_first_is_at_work(tmp_pat
     with pytest.raises(UserError, match="in use by another run") as error:
         Checkpoints(tmp_path)
     assert "\n" not in str(error.value)
-    assert [row["round"] for row in first.rounds.select_rows()] == [1, 2]
+    assert [row["round"] for row in first.rounds.read_rows()] == [1, 2]
     first.close()
     Checkpoints(tmp_path).close()
     assert json.loads((tmp_path / "commit.json").read_text())["round"] == 1

@@ -199,7 +199,7 @@ def test_a_client_is_evaluated_with_what_it_alone_is_sent(
 class Rows(list):
     """A log in memory."""
 
-    def select_rows(self) -> list[dict[str, Any]]:
+    def read_rows(self) -> list[dict[str, Any]]:
         return list(self)
 
 

@@ -81,7 +81,7 @@ def learned(tmp_path: Path) -> Callable[[FedAvg], Learned]:
             open_ledger(method, checkpoints.ledger),
             Listener(),
         )
-        tables = pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+        tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
         checkpoints.close()
         return Learned(position.server, *tables, position.late, position.memories)
 

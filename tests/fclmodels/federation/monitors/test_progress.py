@@ -65,7 +65,7 @@ def watched(method: Method, folder: Path, tasks: int = 2) -> tuple[list[dict[str
         )
         watch.on_task_learned(position.server)
         servers.append(position.server)
-        rows += checkpoints.monitors.select_rows()
+        rows += checkpoints.monitors.read_rows()
         checkpoints.close()
     return rows, servers
 

@@ -344,7 +344,7 @@ def test_those_who_still_learn_are_not_held_to_those_who_have_nothing_more_to_le
         open_ledger(method, checkpoints.ledger),
         Listener(),
     )
-    rows = checkpoints.rounds.select_rows()
+    rows = checkpoints.rounds.read_rows()
     assert [row["refused"] for row in rows] == [0, 0, 1]
     assert [row["median"] for row in rows] == [1.1, 1e-5, 1e-5]
     checkpoints.close()
@@ -422,7 +422,7 @@ def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.Data
                 open_ledger(method, checkpoints.ledger),
                 heard,
             )
-            tables = pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+            tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
         return position.server, *tables, heard
 
     return learn_first

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.method import Method
-from fclmodels.methods import fedprotip, fot
+from fclmodels.methods import fot
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
+from fclmodels.methods.parts import core_bases
 from fclmodels.methods.parts.adaptive_threshold import compute_known_share, count_right
 from fclmodels.storage import trees
 from fclmodels.testing.tiny_splits import load_tiny_params, write_splits
@@ -68,7 +69,7 @@ def test_thresholds_are_scaled_by_what_all_clients_know(
         assert server.knowledge["thresholds"][task] == pytest.approx((0.9 + 0.01 * task) * share)
 
 
-@pytest.mark.parametrize(("kind", "module"), [(Fot, fot), (FedProTIP, fedprotip)])
+@pytest.mark.parametrize(("kind", "module"), [(Fot, fot), (FedProTIP, core_bases)])
 def test_a_model_that_knows_nothing_protects_nothing(
     kind: type[Method], module: Any, method_of: Callable, federate: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

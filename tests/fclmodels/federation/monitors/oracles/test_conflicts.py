@@ -55,7 +55,7 @@ def seen_by(method: Method, server: Server, folder: Path, round: int = 0) -> dic
     """{monitor: value} of one look."""
     log = Log(folder / "log.jsonl")
     conflicts.Conflicts(method, server.task, log).look(Position(server, {}, round), Position(server, {}, round + 1))
-    rows = log.select_rows()
+    rows = log.read_rows()
     log.close()
     assert all((row["task"], row["round"], row["about"]) == (server.task, round, None) for row in rows)
     assert len({row["monitor"] for row in rows}) == len(rows)

@@ -82,7 +82,7 @@ def seen_by(method: Method, before: Server, after: Server, folder: Path) -> dict
     """{(monitor, about): value} of one look."""
     log = Log(folder / "log.jsonl")
     gradients.Oracle(method, before.task, log).look(Position(before, {}, 0), Position(after, {}, 1))
-    rows = log.select_rows()
+    rows = log.read_rows()
     log.close()
     assert {row["round"] for row in rows} == {0}
     return {(row["monitor"], row["about"]): row["value"] for row in rows}
@@ -238,8 +238,8 @@ def watched(method: Method, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
             oracle.look,
         ).server
         oracle.on_task_learned(server)
-        seen.append(make_table(checkpoints.monitors.select_rows()))
-        done.append(pl.DataFrame(checkpoints.rounds.select_rows(), schema=ROUNDS))
+        seen.append(make_table(checkpoints.monitors.read_rows()))
+        done.append(pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS))
         checkpoints.close()
     return pl.concat(seen), pl.concat(done)
 

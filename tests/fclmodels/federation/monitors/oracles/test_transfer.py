@@ -41,7 +41,7 @@ def at(server: Server, x: float, y: float) -> Server:
 
 def look_at(monitor: Transfer, before: Server, round: int = 0) -> dict[str, float]:
     monitor.look(Position(before, {}, round), Position(before, {}, round + 1))
-    rows = [row for row in monitor.log.select_rows() if row["round"] == round]
+    rows = [row for row in monitor.log.read_rows() if row["round"] == round]
     assert len({row["monitor"] for row in rows}) == len(rows)
     return {row["monitor"]: row["value"] for row in rows}
 
