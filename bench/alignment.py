@@ -21,7 +21,7 @@ import torch
 from measuring import Peak, measure_anonymous, run_alone
 from torch import Tensor
 
-from fclmodels.experiment.experiment import SERVER_THREADS
+from fclmodels.experiment.step_keys import SERVER_THREADS
 from fclmodels.federation.executors import glibc_malloc
 from fclmodels.numerics.alignment import combine, gram, iterate_columns, objective, solve_by_descent, solve_exactly
 from fclmodels.storage import trees

@@ -20,7 +20,7 @@ from work_folder import DATA, FACTS
 
 from fclmodels import plugins
 from fclmodels.data.splits.split_reader import SCHEMA, Splits, digest_splits
-from fclmodels.experiment.experiment import SERVER_THREADS
+from fclmodels.experiment.step_keys import SERVER_THREADS
 from fclmodels.federation.engine.checkpoints import Checkpoints, Position
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.engine.ledger import open_ledger

@@ -136,7 +136,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of experiments that were really done, not only looked up."""
-    from fclmodels.experiment.experiment import Step  # after the environment is set
+    from fclmodels.experiment.stages import Step  # after the environment is set
 
     done: list[str] = []
     run = Step.run

@@ -7,34 +7,24 @@ which evaluates on val rows.
 """
 
 import os
-import shutil
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from fclmodels import plugins, tables
+from fclmodels import plugins
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment import run_folder
-from fclmodels.experiment.step_keys import SERVER_THREADS, identify, step_key
-from fclmodels.federation import evaluation
-from fclmodels.federation.engine import rounds
-from fclmodels.federation.engine.checkpoints import Checkpoints
-from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.engine.ledger import Ledger, ledger_table, open_ledger
+from fclmodels.experiment.stages import Outcome, Stage, Step
+from fclmodels.experiment.step_keys import identify, step_key
 from fclmodels.federation.engine.listener import Listener
-from fclmodels.federation.exchange import EVALUATIONS
 from fclmodels.federation.executors.auto_choice import Choice, choose
-from fclmodels.federation.executors.base import Executor, set_torch_threads
+from fclmodels.federation.executors.base import Executor
 from fclmodels.federation.executors.client_work import Serial, refuse_unfit_method
 from fclmodels.federation.executors.processes import Processes
-from fclmodels.federation.protection import inspection
 from fclmodels.federation.run_context import Run
-from fclmodels.federation.server import Server
-from fclmodels.federation.training.server_training import ServerTraining, read_peak_memory, reset_peak_memory
+from fclmodels.federation.training.server_training import read_peak_memory
 from fclmodels.settings.load import collect_settings, load_method_settings
 from fclmodels.settings.schema import Params
 from fclmodels.storage.digests import digest_json
@@ -42,39 +32,7 @@ from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json
 
 if TYPE_CHECKING:
-    from fclmodels.federation.monitors.watch import Watch
-
-Stage = Literal["begin", "learn", "conclude", "evaluate", "judge"]
-Outcome = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of an experiment."""
-
-    experiment: "Experiment"
-    stage: Stage
-    state: str | None  # digest of the state that it begins with
-    task: int  # for `evaluate` and `judge`, how many are learned
-    key: str  # digest of all that its outcome depends on
-
-    def recall(self) -> Outcome | None:
-        """Return the outcome where the store has it and every object it names."""
-        outcome = self.experiment.store.recall(self.key)
-        if outcome is not None:  # a kill may have come between the record and the removal of the checkpoints
-            shutil.rmtree(self.experiment.make_checkpoint_folder(self), ignore_errors=True)
-        return outcome
-
-    def run(self) -> Outcome:
-        """Run the step, record its outcome, and remove its checkpoints."""
-        reset_peak_memory(self.experiment.method.run.device)
-        with set_torch_threads(SERVER_THREADS):
-            objects, seconds = getattr(self.experiment, f"_{self.stage}")(self)
-        peaks = self.experiment.read_peak_memory()
-        outcome = {"stage": self.stage, "task": self.task, "objects": objects, "seconds": seconds, "peaks": peaks}
-        self.experiment.store.record(self.key, outcome)
-        shutil.rmtree(self.experiment.make_checkpoint_folder(self), ignore_errors=True)
-        return outcome
+    pass
 
 
 class Experiment:
@@ -170,138 +128,6 @@ class Experiment:
         workers = self._executor.read_peak_memory() if self._executor else None
         return {"server": read_peak_memory(self.method.run.device), "worker": workers}
 
-    def make_checkpoint_folder(self, step: Step) -> Path:
-        return self.home / "checkpoints" / step.key
-
-    # The five stages: each returns the digests of the objects that it put into the store, by name, and its seconds.
-
-    def _begin(self, step: Step) -> tuple[dict[str, str], float]:
-        started = time.perf_counter()
-        return self._store_state(self.method.create_server(), {}), time.perf_counter() - started
-
-    def _learn(self, step: Step) -> tuple[dict[str, str], float]:
-        server, memories, _ = self._load_state(step)
-        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
-        try:
-            watch = self._open_watch(step.task, checkpoints, server)
-            look = watch.look if watch else None
-            position = rounds.learn(
-                self.method,
-                server,
-                memories,
-                step.task,
-                self.executor,
-                checkpoints,
-                open_ledger(self.method, checkpoints.ledger),
-                self.listener,
-                self._make_server_training(step, checkpoints),
-                look,
-            )
-            holders = Ledger(checkpoints.ledger).list_holders(self.method.make_payload(position.server))
-            objects = self._store_state(position.server, position.memories, holders)
-            if watch:
-                watch.on_task_learned(position.server)
-                objects["monitors"] = self.store.put_table(watch.table())
-            table = pl.DataFrame(checkpoints.rounds.read_rows(), schema=tables.ROUNDS)
-            objects["rounds"] = self.store.put_table(table)
-            objects |= self._store_tables(checkpoints)
-            return objects, float(table["seconds"].sum())
-        finally:
-            checkpoints.close()
-
-    def _conclude(self, step: Step) -> tuple[dict[str, str], float]:
-        started = time.perf_counter()
-        server, memories, holders = self._load_state(step)
-        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
-        try:
-            clients = self.method.list_participants(step.task)
-            ledger = Ledger(checkpoints.ledger, holders)
-            aside = inspection.set_aside(server, self.params.federation.inspection)
-            training = self._make_server_training(step, checkpoints)
-            cohort = Cohort(
-                *(self.executor, step.task, clients, memories, ledger, checkpoints),
-                aside=aside,
-                server_training=training,
-            )
-            try:
-                server = inspection.count_refusals(self.method.finish_task(server, cohort), cohort.refused)
-            finally:
-                rounds.report_refusals(cohort.refused, step.task, self.listener)
-            objects = self._store_state(server, cohort.memories)
-            objects |= self._store_tables(checkpoints)
-            objects["knowledge"] = self.store.put(server.knowledge)
-            if self.params.monitors.used_share or self.params.monitors.drift:
-                from fclmodels.federation.monitors.used_share import measure_subspaces
-
-                rows = measure_subspaces(server.knowledge, step.task, self.params.monitors)
-                objects["monitors"] = self.store.put_table(rows)
-            return objects, time.perf_counter() - started
-        finally:
-            checkpoints.close()
-
-    def _make_server_training(self, step: Step, checkpoints: Checkpoints) -> ServerTraining:
-        """Return what runs the server's own training in a step, with its costs in the checkpoints' log."""
-        return ServerTraining(
-            checkpoints.folder,
-            (self.seed, "server-training", step.task, step.stage),
-            self.method.run.device,
-            rounds.AGGREGATING,
-            self.params.federation.checkpoint_seconds,
-            lambda row: checkpoints.costs.append({"task": step.task, "stage": step.stage, **row}),
-            lambda name, done, of: self.listener.on_server_step(step.task, name, done, of),
-        )
-
-    def _store_tables(self, checkpoints: Checkpoints) -> dict[str, str]:
-        """Return the ledger of a step and, where the server trained, what that cost, put into the store."""
-        objects = {"ledger": self.store.put_table(ledger_table(checkpoints.ledger))}
-        if costs := checkpoints.costs.read_rows():
-            objects["costs"] = self.store.put_table(pl.DataFrame(costs, schema=tables.COSTS))
-        return objects
-
-    def _evaluate(self, step: Step) -> tuple[dict[str, str], float]:
-        started = time.perf_counter()
-        tables = self._evaluate_tables(step)
-        objects = {"accuracy": self.store.put_table(tables.accuracy)}
-        if not tables.confusion.is_empty():
-            objects["confusion"] = self.store.put_table(tables.confusion)
-        return objects, time.perf_counter() - started
-
-    def _judge(self, step: Step) -> tuple[dict[str, str], float]:
-        started = time.perf_counter()
-        return {
-            "val_accuracy": self.store.put_table(self._evaluate_tables(step).accuracy)
-        }, time.perf_counter() - started
-
-    def _evaluate_tables(self, step: Step) -> evaluation.Tables:
-        server, memories, _ = self._load_state(step)
-        is_personal = self.method.is_personal and step.task > 0
-        if is_personal and not self.method.has_global_model:
-            return self._evaluate_on_clients(step, server, memories)
-        tables = evaluation.evaluate(self.method, server, EVALUATIONS[step.stage], self.choice.at_once)
-        if is_personal:
-            return evaluation.put_beside(tables, self._evaluate_on_clients(step, server, memories))
-        return tables
-
-    def _evaluate_on_clients(self, step: Step, server: Server, memories: dict[int, Path]) -> evaluation.Tables:
-        checkpoints = Checkpoints(self.make_checkpoint_folder(step))
-        try:
-            everyone, ledger = tuple(range(self.splits.clients)), Ledger(checkpoints.ledger)
-            aside = inspection.set_aside(server, self.params.federation.inspection)
-            cohort = Cohort(self.executor, server.task, everyone, memories, ledger, checkpoints, aside=aside)
-            own_payloads = {client: self.method.make_own_payload(server, client) for client in cohort.clients}
-            replies = cohort.put_question(step.stage, self.method.make_payload(server), own_payloads=own_payloads)
-            return evaluation.gather(dict(replies.yield_each("tables")))
-        finally:
-            checkpoints.close()
-
-    def _open_watch(self, task: int, checkpoints: Checkpoints, start: Server) -> "Watch | None":
-        """Return the monitors of a task's rounds, None where none is on."""
-        if not self.params.monitors.round_monitors:
-            return None
-        from fclmodels.federation.monitors.watch import Watch
-
-        return Watch(self.method, task, checkpoints.monitors, start)
-
     @property
     def executor(self) -> Executor:
         """The executor, started when it is first needed: an experiment whose steps are all in the store starts none."""
@@ -322,20 +148,3 @@ class Experiment:
     @property
     def _workers_params(self) -> Path:
         return self.home / "workers" / f"{os.getpid()}-{self.label}.json"
-
-    def _store_state(
-        self, server: Server, memories: dict[int, Path], holders: dict[str, list[int]] | None = None
-    ) -> dict[str, str]:
-        """Put a state into the store: the server's tree, each client's memory as an object, who has which part.
-
-        Returns the digests of the state and of the memories by name.
-        """
-        digests = {str(client): self.store.adopt(file) for client, file in sorted(memories.items())}
-        state = self.store.put({"server": server.to_tree(), "memories": digests, "held": holders or {}})
-        return {"state": state, **{f"memory-{client}": digest for client, digest in digests.items()}}
-
-    def _load_state(self, step: Step) -> tuple[Server, dict[int, Path], dict[str, list[int]]]:
-        assert step.state is not None
-        tree = self.store.get(step.state)
-        memories = {int(client): self.store.verify(digest) for client, digest in tree["memories"].items()}
-        return Server.from_tree(tree["server"]), memories, tree["held"]

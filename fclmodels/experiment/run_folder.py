@@ -24,7 +24,8 @@ from fclmodels.storage.sealed_json import write_json, write_sealed
 from fclmodels.storage.untrusted import read_json
 
 if TYPE_CHECKING:
-    from fclmodels.experiment.experiment import Experiment, Outcome
+    from fclmodels.experiment.experiment import Experiment
+    from fclmodels.experiment.stages import Outcome
 
 FORMAT = 1
 TABLES = ("accuracy", "confusion", "rounds", "ledger", "costs")

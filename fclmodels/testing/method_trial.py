@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fclmodels.backbones.adapters.adapted import Adapted
 from fclmodels.errors import UserError
-from fclmodels.experiment.experiment import Experiment, Stage
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.experiment.stages import Stage
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.exchange import Answer, Exchange

@@ -23,7 +23,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from fclmodels.errors import hide_passwords
-from fclmodels.experiment.experiment import Experiment, Stage
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.experiment.stages import Stage
 from fclmodels.report import labels
 from fclmodels.settings.schema import TrackingSettings
 from fclmodels.storage.digests import digest_json

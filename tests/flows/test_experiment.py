@@ -14,7 +14,8 @@ from prefect.client.orchestration import get_client
 import flows.experiment
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.costs import estimate
-from fclmodels.experiment.experiment import Experiment, Step
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.experiment.stages import STAGES, Step
 from fclmodels.settings.load import load_params
 
 Fcl = Callable[..., int]
@@ -135,11 +136,11 @@ def test_a_deleted_run_folder_is_published_again_without_training(fcl: Fcl, proj
 def test_a_failed_task_fails_the_flow_and_the_tracked_run_which_then_goes_on(
     fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(self: Experiment, step: Step) -> None:
+    def broken(step: Step) -> None:
         raise RuntimeError("the disk is on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Experiment, "_conclude", broken)
+        patch.setitem(STAGES, "conclude", broken)
         assert fcl("run", "-m", "fedavg", "-q") == 1
     printed = capsys.readouterr().err
     assert printed.rstrip().endswith("fcl failed: RuntimeError: the disk is on fire")

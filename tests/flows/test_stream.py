@@ -17,7 +17,8 @@ import tasks.mlflow.registry
 from fclmodels.data.arrivals import growing_stream
 from fclmodels.data.arrivals.arrival_folders import MARKER, REASON
 from fclmodels.data.splits.split_reader import Splits
-from fclmodels.experiment.experiment import Experiment, Step
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.experiment.stages import Step
 from fclmodels.settings.load import load_params
 from fclmodels.storage.files import lock_file
 from fclmodels.storage.object_store import Store

@@ -21,7 +21,8 @@ from fclmodels import machine
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.costs.excerpt import choose_typical_clients, write_excerpt
-from fclmodels.experiment.experiment import Experiment, Outcome
+from fclmodels.experiment.experiment import Experiment
+from fclmodels.experiment.stages import Outcome
 from fclmodels.federation.engine.cohort import BEFORE_ROUNDS
 from fclmodels.federation.executors.auto_choice import Choice
 from fclmodels.settings.load import collect_settings, load_params
