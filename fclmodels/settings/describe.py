@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from fclmodels.errors import UserError
@@ -59,7 +60,7 @@ def suggest_path(keys: Sequence[str], valid_paths: Iterable[str]) -> str:
 def describe(cls: type[Settings], prefix: str = "", kinds: tuple[str, ...] = ()) -> list[Setting]:
     """Return every setting of a class and of the blocks in it, as its JSON schema has them."""
     inner, rows = list_blocks(cls), []
-    for key, s in cls.model_json_schema()["properties"].items():
+    for key, s in _read_schema(cls).items():
         if key in inner:
             rows += describe(inner[key], f"{prefix}{key}.", kinds)
         else:
@@ -69,6 +70,12 @@ def describe(cls: type[Settings], prefix: str = "", kinds: tuple[str, ...] = ())
                 )
             )
     return rows
+
+
+@cache
+def _read_schema(cls: type[Settings]) -> dict[str, Any]:
+    """Return the JSON schema of each setting of a class. Do not change it."""
+    return cls.model_json_schema()["properties"]
 
 
 def _describe_block(block: str) -> list[Setting]:

@@ -261,13 +261,24 @@ class Forks:
         return int((self.folder(name) / "calls").read_text())
 
 
+@pytest.fixture(scope="session")
+def started_forks() -> Iterator[list[Forks]]:
+    """The process that `forks` has started, if it has: its imports take seconds."""
+    started: list[Forks] = []
+    yield started
+    for forks in started:
+        assert forks.process.stdin
+        forks.process.stdin.close()
+        forks.process.wait(10)
+
+
 @pytest.fixture(scope="module")
-def forks(toys: Path, params_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(toys / "forks.py", params_file, tmp_path_factory.mktemp("forks"))
-    yield forks
-    assert forks.process.stdin
-    forks.process.stdin.close()
-    forks.process.wait(10)
+def forks(
+    toys: Path, started_forks: list[Forks], params_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Forks:
+    if not started_forks:
+        started_forks.append(Forks(toys / "forks.py", params_file, tmp_path_factory.mktemp("forks")))
+    return started_forks[0]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,7 @@ Edits are made to the text that source_digest reads, not to files.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,21 +56,19 @@ def change_docstrings(source: bytes) -> bytes:
 
 
 @pytest.fixture
-def edit_sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, Edit]], None]]:
+def edit_sources(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Edit]], None]:
     """Makes source_digest read these modules as edited, and all others as they are."""
-    read = source_digest._read_source
-
-    def forget() -> None:
-        for function in (source_digest._digest_code, source_digest._list_imports):
-            function.cache_clear()
+    read, cached = source_digest._read_source, (source_digest._digest_code, source_digest._list_imports)
 
     def edit(edits: Mapping[str, Edit]) -> None:
-        monkeypatch.setattr(source_digest, "_read_source", lambda name: edits.get(name, bytes)(read(name)))
-        forget()
+        def look(function: Any, name: str, *rest: Any) -> Any:
+            return (function.__wrapped__ if name in edits else function)(name, *rest)  # else from its cache
 
-    yield edit
-    monkeypatch.undo()
-    forget()
+        monkeypatch.setattr(source_digest, "_read_source", lambda name: edits.get(name, bytes)(read(name)))
+        for function in cached:
+            monkeypatch.setattr(source_digest, function.__name__, partial(look, function))
+
+    return edit
 
 
 @pytest.fixture

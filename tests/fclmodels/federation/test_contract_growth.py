@@ -39,6 +39,7 @@ TOYS = (
     "task-biases",
     "two-groups",
 )
+KILLED_DAILY = ("every-kind", "exemplars", "server-student")
 COMMON = ("federation.checkpoint_seconds=0", "federation.rounds=3", "model.dropout=[0.2, 0.2]")
 FEW = "federation.clients_per_round=2"
 FAULTS = (
@@ -129,7 +130,9 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
     assert remains(tmp_path / "run") == remains(reference(toy, settings).home / "run")
 
 
-@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize(
+    "toy", [toy if toy in KILLED_DAILY else pytest.param(toy, marks=pytest.mark.slow) for toy in TOYS]
+)
 def test_a_run_that_is_killed_three_times_ends_as_one_that_was_not(
     toy: str, reference: Callable[[str, str], Experiment], forks: Any, splits: Splits, remains: Remains
 ) -> None:

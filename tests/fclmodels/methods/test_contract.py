@@ -31,6 +31,7 @@ WATCHED = ("monitors={accuracy: true, drift: true, gradients: true, conflicts: t
 # A class's mean or centre on a frozen backbone stays where it is when others come, and so do weights that no task
 # trains.
 WITHOUT_DRIFT = ("nearest-prototype", "pec", "pilora", "ridge", "stsa")
+SMALLER = {"fed-cil": ("methods.fed-cil={consolidation: 2, width: 8}",)}  # fewer of the server's steps
 # Settings without which a method does not fit the trial's network of two layers.
 LAYERS = {name: (f"methods.{name}.g_layers=[0]", f"methods.{name}.e_layers=[1]") for name in ("fed-dualp", "pip-dualp")}
 
@@ -39,7 +40,8 @@ LAYERS = {name: (f"methods.{name}.g_layers=[0]", f"methods.{name}.e_layers=[1]")
 def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MethodTrial]:
     """A method that has run once for all tests here; all its replies have the declared form."""
     method, folder = find("method", request.param), tmp_path_factory.mktemp(request.param)
-    with MethodTrial(method, *LAYERS.get(request.param, ()), folder=folder) as made:
+    own = (*LAYERS.get(request.param, ()), *SMALLER.get(request.param, ()))
+    with MethodTrial(method, *own, folder=folder) as made:
         yield made
 
 

@@ -341,7 +341,9 @@ def test_the_ablations_are_methods_of_their_own(
     assert len(set(digests.values())) == len(variants)
 
 
-@pytest.mark.parametrize("temporal", ["algorithm1", "step", "round"])
+@pytest.mark.parametrize(
+    "temporal", ["algorithm1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("step", "round"))]
+)
 def test_old_tasks_are_forgotten_less(
     temporal: str, method_of: Callable, federate: Callable, splits_of: Callable[..., Splits]
 ) -> None:
@@ -360,7 +362,7 @@ def test_old_tasks_are_forgotten_less(
 # The engine
 
 
-@pytest.mark.parametrize("chosen", [1, 5, 10])
+@pytest.mark.parametrize("chosen", [1, pytest.param(5, marks=pytest.mark.slow), 10])
 def test_any_share_of_the_clients_takes_part_and_one_joins_at_the_fifth_task(
     chosen: int, experiment_of: Callable, splits_of: Callable, tmp_path: Path
 ) -> None:

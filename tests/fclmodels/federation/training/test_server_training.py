@@ -63,7 +63,9 @@ def test_a_method_whose_server_does_not_train_has_no_costs(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "nth"), [("0", 5), ("1e6", 8)], ids=["saved after every step", "saved after each work"]
+    ("seconds", "nth"),
+    [pytest.param("0", 5, marks=pytest.mark.slow), ("1e6", 8)],
+    ids=["saved after every step", "saved after each work"],
 )
 def test_deaths_in_its_steps_change_no_bit(
     seconds: str,

@@ -209,6 +209,7 @@ class Stop(Listener):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_memories_outlive_an_interruption(
     method: str, experiment_of: Callable, uneven: Splits, remains: Callable, tmp_path: Path
