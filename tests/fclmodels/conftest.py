@@ -273,9 +273,7 @@ def started_forks() -> Iterator[list[Forks]]:
 
 
 @pytest.fixture(scope="module")
-def forks(
-    toys: Path, started_forks: list[Forks], params_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Forks:
+def forks(toys: Path, started_forks: list[Forks], params_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Forks:
     if not started_forks:
         started_forks.append(Forks(toys / "forks.py", params_file, tmp_path_factory.mktemp("forks")))
     return started_forks[0]

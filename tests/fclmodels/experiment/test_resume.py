@@ -59,7 +59,7 @@ def test_deaths_at_random_times(
 
 
 def die_at_random(forks: Any, name: str, seed: int, order: dict[str, Any], growth: float = 1.15) -> int:
-    """Kill again and again after times that grow by a factor, so that in the end a run comes through; the number of kills."""
+    """Kill again and again, after times that grow, so that in the end a run comes through; the number of kills."""
     clock, patience = random.Random(seed), 0.05
     for kills in itertools.count():
         pid = forks.begin(name, **order)
