@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from fclmodels.backbones.model.published_weights import find_weights_file
+from fclmodels.backbones.weights.published_weights import find_weights_file
 from fclmodels.errors import UserError
 from fclmodels.federation.executors.processes import share_workers
 from fclmodels.settings.load import follow_seed, load_params

@@ -61,7 +61,7 @@ class Backbone:
         """Return what its results depend on besides settings and code: digests of files, versions of packages."""
         if not self.settings.weights:
             return {}
-        from fclmodels.backbones.model.published_weights import find_weights_file
+        from fclmodels.backbones.weights.published_weights import find_weights_file
 
         file = find_weights_file(self.settings.weights, self.settings.backbone)
         return {"weights": digest_named_file("model.weights", file)}

@@ -66,8 +66,8 @@ def list_optional_modules(params: Params) -> dict[str, bool]:
     return {
         "fclmodels.numerics.robust_means": params.federation.aggregation != "mean",
         "fclmodels.federation.training.frozen_activations": params.model.keep_frozen,
-        "fclmodels.backbones.model.weights": params.model.weights is not None,
-        "fclmodels.backbones.model.published_weights": params.model.weights is not None,
+        "fclmodels.backbones.weights.weight_files": params.model.weights is not None,
+        "fclmodels.backbones.weights.published_weights": params.model.weights is not None,
     }
 
 

@@ -86,7 +86,7 @@ class BackboneSettings(Settings):
     )
     weights: Path | None = Field(
         None,
-        description="state dict (.safetensors or .pth) to start from; torchvision or timm: what it publishes",
+        description="file of weights (fcl weights import) to start from; torchvision or timm: what it publishes",
     )
     fresh: tuple[str, ...] = Field((), description="blocks that keep their random start where weights are read")
 

@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {  # in the order of a first
         "presets": inspect_commands.list_presets,
         "preset": run_commands.run_preset,
         "pretrain": run_commands.pretrain,
+        "weights": inspect_commands.manage_weights,
     },
     "Compare": {
         "compare": report_commands.compare,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fclmodels.backbones.model.published_weights import PUBLISHERS
+from fclmodels.backbones.weights.published_weights import PUBLISHERS
 from fclmodels.plugins import find
 from flows.cli.init_folder import FolderSummary, format_range
 

@@ -48,12 +48,14 @@ def build_network(spec: ModelSpec, generator: torch.Generator) -> Network:
     list_frozen(spec, network)
     fresh = list_blocks(spec, network, "fresh")
     if weights := spec.settings.get("weights"):
-        from fclmodels.backbones.model.published_weights import find_weights_file
-        from fclmodels.backbones.model.weights import load_weights
+        from fclmodels.backbones.weights.published_weights import find_weights_file
+        from fclmodels.backbones.weights.weight_files import load_weights, refuse_other_settings
 
         backbone = network.backbone if spec.adapter is None else network.backbone.get_submodule("frozen")
         assert isinstance(backbone, FeatureNet)
-        load_weights(backbone, find_weights_file(Path(weights), spec.settings["backbone"]), fresh)
+        file = find_weights_file(Path(weights), spec.settings["backbone"])
+        load_weights(backbone, file, fresh)
+        refuse_other_settings(file, spec.settings)
     return network
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fclmodels.backbones.base import Backbone, FeatureNet
 from fclmodels.backbones.mobilenet_v2 import MobileNetV2, round_filters
-from fclmodels.backbones.model.weights import load_weights
 from fclmodels.backbones.resnet50 import ResNet50
+from fclmodels.backbones.weights.weight_files import load_weights
 from fclmodels.errors import UserError
 from fclmodels.optional.torchvision import import_torchvision
 from fclmodels.testing.backbone_checks import check_backbone

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fclmodels.backbones.model.weights import load_weights
 from fclmodels.backbones.swin_t import SwinT
+from fclmodels.backbones.weights.weight_files import load_weights
 from fclmodels.errors import UserError
 from fclmodels.optional.torchvision import import_torchvision
 

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from scipy.special import erf, softmax
 from torch import Tensor, nn
 
-from fclmodels.backbones.model.weights import load_weights
 from fclmodels.backbones.vit import Attached, LoraUpdate, Vit, VitNet, resize_positions
+from fclmodels.backbones.weights.weight_files import fill, load_weights
+from fclmodels.backbones.weights.weights_import import read_source
 from fclmodels.errors import UserError
 from fclmodels.optional.torchvision import import_torchvision
 
@@ -217,7 +218,7 @@ def test_timms_vit_b_16_of_imagenet_21k_fits(tmp_path: Path, head: bool) -> None
     torch.save(weights, tmp_path / "vit.pth")
     with torch.device("meta"):
         ours = build((3, 224, 224), **VIT_B_16)
-    load_weights(ours, tmp_path / "vit.pth")
+    fill(ours, read_source(tmp_path / "vit.pth"), tmp_path / "vit.pth")
     # timm's page gives 85.8 million parameters without a head.
     assert sum(np.prod(s) for n, s in shapes.items() if not n.startswith(("head.", "pre_logits."))) == 85_798_656
     assert sum(p.numel() for p in ours.parameters()) == 85_798_656

@@ -26,7 +26,8 @@ from PIL import Image
 
 from fclmodels.backbones.model.network import build_network
 from fclmodels.backbones.model.spec import ModelSpec
-from fclmodels.backbones.model.weights import read_tensors
+from fclmodels.backbones.weights.weight_files import read_tensors
+from fclmodels.backbones.weights.weights_import import read_source
 from fclmodels.data.arrivals.arrival_folders import MARKER, ArrivedFolder
 from fclmodels.data.arrivals.growing_stream import GrowingStream, assemble
 from fclmodels.data.prepare import Prepared, digest, prepare
@@ -360,7 +361,7 @@ def weights_of_others(home: Path) -> Format:
     torch.save({"w": torch.ones(3), "b": torch.zeros(2, 2)}, home / "w.pth")
     trees.save({"w": torch.ones(3)}, home / "w.safetensors")
     return Format(
-        home, ("w.pth", "w.safetensors"), lambda f: [read_tensors(f / name) for name in ("w.pth", "w.safetensors")]
+        home, ("w.pth", "w.safetensors"), lambda f: [read_source(f / "w.pth"), read_tensors(f / "w.safetensors")]
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from fclmodels.backbones.model.network import build_skeleton
-from fclmodels.backbones.model.published_weights import PUBLISHERS
 from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.backbones.weights.published_weights import PUBLISHERS
 from fclmodels.data.splits.make_splits import make_splits
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment

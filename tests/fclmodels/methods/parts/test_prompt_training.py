@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fclmodels.backbones.model.network import FROZEN, build_network
 from fclmodels.errors import UserError
@@ -282,15 +283,15 @@ def test_a_frozen_backbone_that_was_drawn_is_told_of(frozen_of: Callable) -> Non
 def test_a_backbone_that_has_seen_the_streams_classes_is_told_of(frozen_of: Callable, tmp_path: Any) -> None:
     method = frozen_of(LinearProbe)
     known = method.run.splits.classes[1]
-    torch.save(method.network.frozen.state_dict(), tmp_path / "weights.pth")
+    save_file(method.network.frozen.state_dict(), tmp_path / "weights.safetensors")
     for classes, told in ((["A", known], True), (["A", "B"], False)):
         write_json(tmp_path / "card.json", {"classes": classes})
-        lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").list_advice()
+        lines = frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.safetensors'}").list_advice()
         assert any(f"pretrained on classes of this stream: {known}" in line for line in lines) == told
     for spoilt in ("{", "[]", '{"classes": [3]}'):
         (tmp_path / "card.json").write_text(spoilt)
         with pytest.raises(UserError, match=r"card\.json cannot be read"):
-            frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.pth'}").list_advice()
+            frozen_of(LinearProbe, f"model.weights={tmp_path / 'weights.safetensors'}").list_advice()
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(FedDualP, DUALP), (FedL2P, L2P), (Lora, {})])

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fclmodels.backbones.model import published_weights
+from fclmodels.backbones.weights import published_weights
+from fclmodels.backbones.weights.weight_files import read_card, read_tensors
 from fclmodels.errors import UserError
 
 
@@ -29,7 +30,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_file_is_fetched_once(server: Path, tmp_path: Path) -> None:
     file = published_weights.find_weights_file(Path("torchvision"), "vit")
-    assert torch.load(file, weights_only=True)["x"].tolist() == [1, 1, 1]
+    assert file.suffix == ".safetensors"
+    assert read_tensors(file)["x"].tolist() == [1, 1, 1]
+    assert read_card(file)["model"] == {"backbone": "vit"}
     for source in server.iterdir():
         source.unlink()
     assert published_weights.find_weights_file(Path("torchvision"), "vit") == file
@@ -47,7 +50,7 @@ def test_a_file_is_fetched_once(server: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_had_is_told(backbone: str, message: str, server: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         published_weights.find_weights_file(Path("torchvision"), backbone)
-    assert not [*(tmp_path / "hub").rglob("*.pth")]
+    assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]
 
 
 def test_every_publisher_has_a_vit_with_a_hash_in_its_name() -> None:

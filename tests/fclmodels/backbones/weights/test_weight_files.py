@@ -1,7 +1,5 @@
 """Backbone weights from files: what fits, and one clear line for all that does not."""
 
-import os
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -25,7 +23,7 @@ def other_weights():
 
 
 def save(weights, path):
-    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
+    save_file(weights, path)
     return str(path)
 
 
@@ -33,10 +31,11 @@ def same(ours, theirs):
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("suffix", ["pth", "pt", "safetensors"])
-def test_a_torchvision_file_fills_the_backbone_and_leaves_the_head(tmp_path, suffix):
+def test_a_torchvision_file_fills_the_backbone_and_leaves_the_head(tmp_path):
     weights = other_weights()
-    path = save(weights | {"fc.weight": torch.zeros(1000, 16), "fc.bias": torch.zeros(1000)}, tmp_path / f"w.{suffix}")
+    path = save(
+        weights | {"fc.weight": torch.zeros(1000, 16), "fc.bias": torch.zeros(1000)}, tmp_path / "w.safetensors"
+    )
     loaded = network(weights=path)
     assert same(loaded.backbone.state_dict(), weights)
     assert same(loaded.heads.state_dict(), network().heads.state_dict())
@@ -56,12 +55,12 @@ def test_layers_called_fc1_are_no_torchvision_head(tmp_path):
 
 def test_files_from_before_there_were_counters_load(tmp_path):
     weights = {name: t for name, t in other_weights().items() if not name.endswith("num_batches_tracked")}
-    assert same(network(weights=save(weights, tmp_path / "w.pth")).backbone.state_dict(), weights)
+    assert same(network(weights=save(weights, tmp_path / "w.safetensors")).backbone.state_dict(), weights)
 
 
 def test_statistics_are_left_out_where_batch_norm_keeps_none(tmp_path):
     weights = other_weights()
-    loaded = network(norm="batch-no-stats", weights=save(weights, tmp_path / "w.pth")).backbone.state_dict()
+    loaded = network(norm="batch-no-stats", weights=save(weights, tmp_path / "w.safetensors")).backbone.state_dict()
     assert set(loaded) == {n for n in weights if not n.endswith(("running_mean", "running_var", "num_batches_tracked"))}
     assert same(weights, loaded)
 
@@ -74,7 +73,7 @@ MISFITS = {
     ),
     "grey images": ({"shape": (1, 32, 32)}, lambda w: w, r"2x3x7x7 in the file and 2x1x7x7 here. .*data.channels"),
     "width": ({"width": 4}, lambda w: w, r"conv1.weight is 2x3x7x7 .* 4x3x7x7 here \(and 99 more\)"),
-    "group norm": ({"norm": "group"}, lambda w: w, r"bn1.running_mean is unknown \(and 59 more\)"),
+    "group norm": ({"norm": "group"}, lambda w: w, r"bn1.num_batches_tracked is unknown \(and 59 more\)"),
     "missing": ({}, lambda w: {n: t for n, t in w.items() if n != "bn1.bias"}, r"bn1.bias is missing\."),
     "unknown": ({}, lambda w: w | {"layer5.weight": torch.zeros(1)}, r"layer5.weight is unknown\."),
     "statistics missing": (
@@ -94,7 +93,7 @@ MISFITS = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, case):
     settings, change, message = MISFITS[case]
-    path = save(change(other_weights()), tmp_path / "w.pth")
+    path = save(change(other_weights()), tmp_path / "w.safetensors")
     with pytest.raises(UserError, match=message) as refused:
         network(**settings, weights=path)
     assert str(refused.value).startswith(f"model.weights: {path} does not fit")
@@ -104,9 +103,9 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, case):
 UNREADABLE = {
     "absent": ("w.pth", None, "there is no file"),
     "folder": ("w.safetensors", "folder", "there is no file"),
-    "other kind": ("w.zip", b"PK", "is no state dict"),
-    "damaged pth": ("w.pth", b"\x80\x02garbage", "cannot be read"),
-    "empty pth": ("w.pth", b"", "cannot be read"),
+    "other kind": ("w.zip", b"PK", "is no file of weights"),
+    "pickle": ("w.pth", b"\x80\x02garbage", "no run reads"),
+    "older pickle": ("w.pt", b"", "no run reads"),
     "damaged safetensors": ("w.safetensors", b"\xff" * 40, "cannot be read"),
 }
 
@@ -124,31 +123,10 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, case):
     assert "\n" not in str(refused.value)
 
 
-class Bomb:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def test_a_file_with_code_in_it_is_refused_and_the_code_not_run(tmp_path):
-    path = save({"conv1.weight": Bomb(str(tmp_path / "ran"))}, tmp_path / "w.pth")
-    with pytest.raises(UserError, match="cannot be read"):
-        network(weights=path)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"state_dict": {"conv1.weight": torch.zeros(1)}, "epoch": 3}])
-def test_something_else_than_a_state_dict_is_refused(tmp_path, content):
-    with pytest.raises(UserError, match="holds something else"):
-        network(weights=save(content, tmp_path / "w.pth"))
-
-
 def test_fresh_blocks_keep_their_random_start_and_the_rest_is_read(tmp_path):
     imagenet_stem = {"stem": "imagenet", "backbone": "resnet18", "width": 2}
     weights = {name: tensor + 1 for name, tensor in network(**imagenet_stem).backbone.state_dict().items()}
-    path = save(weights, tmp_path / "w.pth")
+    path = save(weights, tmp_path / "w.safetensors")
     own = {"stem": "cifar", "backbone": "resnet18", "width": 2, "fresh": ["conv1"]}
     drawn, loaded = network(**own).backbone.state_dict(), network(**own, weights=path).backbone.state_dict()
     assert torch.equal(loaded.pop("conv1.weight"), drawn["conv1.weight"])
@@ -158,5 +136,5 @@ def test_fresh_blocks_keep_their_random_start_and_the_rest_is_read(tmp_path):
 
 def test_a_fresh_block_that_is_none_is_named(tmp_path):
     with pytest.raises(UserError) as caught:
-        network(fresh=["conv"], weights=save(other_weights(), tmp_path / "w.pth"))
+        network(fresh=["conv"], weights=save(other_weights(), tmp_path / "w.safetensors"))
     assert str(caught.value) == "model.fresh: conv is not a block of resnet18. Did you mean conv1?"

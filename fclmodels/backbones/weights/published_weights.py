@@ -1,13 +1,16 @@
-"""`model.weights: torchvision` or `timm`: the file that a library publishes for a backbone, fetched once.
+"""`model.weights: torchvision` or `timm`: the file that a library publishes for a backbone, fetched and imported once.
 
-Its name ends in the first digits of its SHA-256, by which it is checked.
+Its name ends in the first digits of its SHA-256, by which it is checked. What runs read is the safetensors file beside
+it, into which it is imported.
 """
 
+import glob
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from fclmodels.backbones.weights.weights_import import convert, write_weights
 from fclmodels.errors import UserError
 
 
@@ -34,16 +37,28 @@ PUBLISHERS = {
 }
 
 
+def find_place(publisher: Publisher, backbone: str) -> Path:
+    """Return where a publisher's file for a backbone is, or would be."""
+    return Path(torch.hub.get_dir(), "checkpoints", publisher.files[backbone])
+
+
 def find_weights_file(weights: Path, backbone: str) -> Path:
-    """Return the file that `model.weights` names, or a publisher's for this backbone, fetched if it is missing."""
+    """Return the file that `model.weights` names, or the import of a publisher's, fetched if it is missing."""
     publisher = PUBLISHERS.get(str(weights))
     if publisher is None:
         return weights
+    published = fetch(publisher, str(weights), backbone)
+    imported = sorted(published.parent.glob(f"{glob.escape(published.stem)}-????????.safetensors"))
+    return imported[0] if imported else write_weights(*convert(published, backbone), published.parent, published.stem)
+
+
+def fetch(publisher: Publisher, weights: str, backbone: str) -> Path:
+    """Return a publisher's file for a backbone, fetched if it is missing."""
     if backbone not in publisher.files:
         names = ", ".join(publisher.files)
         raise UserError(f"model.weights: {weights} publishes none for {backbone}, but for {names}. Name a file.")
-    name = publisher.files[backbone]
-    file = Path(torch.hub.get_dir(), "checkpoints", name)
+    file = find_place(publisher, backbone)
+    name = file.name
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         hash_prefix = name.removesuffix(".pth").rpartition("-")[2]

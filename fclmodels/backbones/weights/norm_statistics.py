@@ -1,0 +1,36 @@
+"""Running statistics of batch normalisation, estimated anew on images without labels.
+
+For weights whose statistics are of other images, or lost. Each batch passes the network, normalised by its own mean and
+variance in every layer, and the running ones become the means over all batches of these (of variances the unbiased
+ones), as torch.optim.swa_utils.update_bn has it. Weights stay as they are.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fclmodels.errors import UserError
+
+
+@torch.no_grad()
+def estimate_statistics(network: nn.Module, batches: Iterable[Tensor]) -> int:
+    """Replace the running statistics of a network by those of these batches; return how many images there were."""
+    layers = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not layers:
+        raise UserError("fcl weights: this backbone has no running statistics. Nothing is to be estimated.")
+    momenta = [layer.momentum for layer in layers]
+    network.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # the mean over all batches
+        layer.train()
+    images = 0
+    for batch in batches:
+        network(batch)
+        images += len(batch)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    network.eval()
+    return images
