@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,6 +87,25 @@ def test_a_lock_resolves_the_requirements_on_every_python(
     misfits = [str(r) for name, who in asked.items() for r in who if not r.specifier.contains(pins[name], True)]
     assert misfits == []
     assert pins.items() <= read_pins("constraints.txt", python).items()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FCL_TESTS_MAY_DOWNLOAD" not in os.environ, reason="asks a package index")
+@pytest.mark.parametrize("python", ["3.12", "3.13"])
+def test_pip_resolves_to_the_lock_on_another_python(python: str, tmp_path: Path) -> None:
+    """By that Python's own pip, which installs nothing; torch's build and what it brings is the index's."""
+    other = shutil.which(f"python{python}")
+    if other is None:
+        pytest.skip(f"python{python} is not installed")
+    version = subprocess.run([other, "-c", "import platform; print(platform.python_version())"], capture_output=True)
+    pip = [other, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "report.json"]
+    command = [*pip, "--constraint", ROOT / "constraints.txt", f"{ROOT}[workflow]"]
+    resolved = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert resolved.returncode == 0, resolved.stderr
+    packages = [entry["metadata"] for entry in json.loads((tmp_path / "report.json").read_text())["install"]]
+    pins = {canonicalize_name(package["name"]): package["version"] for package in packages}
+    ours = {name: pin for name, pin in pins.items() if name != "fclflow" and not NO_HASH.fullmatch(name)}
+    assert ours == read_pins("requirements.lock", version.stdout.decode().strip())
 
 
 @pytest.mark.parametrize("file", ["requirements.lock", "requirements-develop.lock"])
