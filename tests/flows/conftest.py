@@ -220,17 +220,39 @@ def template(server: str, fcl: Fcl, tmp_path_factory: pytest.TempPathFactory) ->
     with enter_project(folder, server):
         assert fcl("prepare", "-q") == 0
         assert fcl("partition", "-q") == 0
+    shutil.rmtree(folder / ".fcl")
     return folder
 
 
 @pytest.fixture
 def project(template: Path, server: str, tmp_path: Path) -> Iterator[Path]:
     """Return the current folder, a project with data and an empty MLflow store."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".fcl"))
-    # MLflow keeps a store for each address, so a relative one would lead back to an earlier test's.
-    (tmp_path / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: 'sqlite:///{tmp_path}/mlflow.db'}}\n")
-    with enter_project(tmp_path, server):
+    with enter_project(copy_project(template, tmp_path), server):
         yield tmp_path
+
+
+@pytest.fixture(scope="session")
+def run_once(template: Path, server: str, fcl: Fcl, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project in which FedAvg has run with seed 0, to be copied."""
+    folder = copy_project(template, tmp_path_factory.mktemp("run-once"))
+    with enter_project(folder, server):
+        assert fcl("run", "-m", "fedavg", "-q") == 0
+    return folder
+
+
+@pytest.fixture
+def finished(run_once: Path, server: str, tmp_path: Path) -> Iterator[Path]:
+    """Return the current folder, a project in which FedAvg has run with seed 0."""
+    with enter_project(copy_project(run_once, tmp_path), server):
+        yield tmp_path
+
+
+def copy_project(template: Path, folder: Path) -> Path:
+    """Copy a project, with a store of its own, into an empty folder; return that."""
+    shutil.copytree(template, folder, dirs_exist_ok=True)
+    # MLflow keeps a store for each address, so a relative one would lead back to an earlier test's.
+    (folder / "params.yaml").write_text(f"{SETTINGS}tracking: {{uri: 'sqlite:///{folder}/mlflow.db'}}\n")
+    return folder
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from prefect.client.orchestration import get_client
 import flows.experiment
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.costs import estimate
+from fclmodels.experiment.costs.trial import TooLarge, Trial, run_trial
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.experiment.stages import STAGES, Step
 from fclmodels.settings.load import load_params
@@ -62,8 +63,7 @@ def test_a_second_run_trains_nothing_and_says_the_same(fcl: Fcl, project: Path, 
     assert run.info.status == "FINISHED"
 
 
-def test_what_prefect_remembers_is_json_that_names_objects(fcl: Fcl, project: Path) -> None:
-    assert fcl("run", "-m", "fedavg", "-q") == 0
+def test_what_prefect_remembers_is_json_that_names_objects(fcl: Fcl, finished: Path) -> None:
     records = [json.loads(path.read_text()) for path in Path(".fcl/results").iterdir()]
     assert len(records) >= 8
     objects = [json.loads(record["result"])["objects"] for record in records]
@@ -71,8 +71,7 @@ def test_what_prefect_remembers_is_json_that_names_objects(fcl: Fcl, project: Pa
     assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
 
 
-def test_prefect_is_not_believed_where_the_store_lost_an_object(fcl: Fcl, project: Path, steps: list[str]) -> None:
-    assert fcl("run", "-m", "fedavg", "-q") == 0
+def test_prefect_is_not_believed_where_the_store_lost_an_object(fcl: Fcl, finished: Path, steps: list[str]) -> None:
     first = read_result()
     outcomes = [json.loads(path.read_text()) for path in Path(".fcl/store/done").iterdir()]
     (lost,) = [o["objects"]["state"] for o in outcomes if (o["stage"], o["task"]) == ("learn", 1)]
@@ -86,9 +85,8 @@ def test_prefect_is_not_believed_where_the_store_lost_an_object(fcl: Fcl, projec
 
 
 def test_prefect_is_not_believed_where_it_says_something_else_than_the_store(
-    fcl: Fcl, project: Path, steps: list[str]
+    fcl: Fcl, finished: Path, steps: list[str]
 ) -> None:
-    assert fcl("run", "-m", "fedavg", "-q") == 0
     first = read_result()
     cut, *changed = sorted(Path(".fcl/results").iterdir())
     cut.write_text(cut.read_text()[:100])
@@ -101,14 +99,13 @@ def test_prefect_is_not_believed_where_it_says_something_else_than_the_store(
 
 
 def test_prepared_data_that_were_changed_are_refused_and_a_runs_own_are_made_anew(
-    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+    fcl: Fcl, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def change_last_byte(file: Path) -> None:
         with open(file, "r+b") as content:
             content.seek(-1, os.SEEK_END)
             content.write(b"\xff")
 
-    assert fcl("run", "-m", "fedavg", "-q") == 0
     usual = read_result()
     capsys.readouterr()
     change_last_byte(Path("data/prepared/images.npy"))
@@ -123,8 +120,7 @@ def test_prepared_data_that_were_changed_are_refused_and_a_runs_own_are_made_ane
         change_last_byte(own)
 
 
-def test_a_deleted_run_folder_is_published_again_without_training(fcl: Fcl, project: Path, steps: list[str]) -> None:
-    assert fcl("run", "-m", "fedavg", "-q") == 0
+def test_a_deleted_run_folder_is_published_again_without_training(fcl: Fcl, finished: Path, steps: list[str]) -> None:
     first = read_result()
     OUT.rename("moved")
     steps.clear()
@@ -225,11 +221,11 @@ def test_a_methods_remark_is_printed_once_and_stored_with_the_result(
 
 
 def test_other_data_are_made_for_the_run_and_data_splits_stay(
-    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+    fcl: Fcl, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()}
-    assert fcl("run", "-m", "fedavg", "-q") == 0
     usual = read_result()
+    assert fcl("run", "-m", "fedavg", "-q") == 0
     assert "another origin" not in capsys.readouterr().err
     assert fcl("run", "-m", "fedavg", "--set", "partition.clients=2") == 0
     assert "data/splits/0 has another origin (partition.clients): this run uses .fcl/data/" in capsys.readouterr().err
@@ -237,11 +233,10 @@ def test_other_data_are_made_for_the_run_and_data_splits_stay(
     assert read_result()["digests"]["prepared"] == usual["digests"]["prepared"]
     assert read_result()["digests"]["splits"] != usual["digests"]["splits"]
     assert {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()} == before
-    assert len(find_runs(project)) == 2
+    assert len(find_runs(finished)) == 2
 
 
-def test_a_run_needs_no_prepared_data(fcl: Fcl, project: Path) -> None:
-    assert fcl("run", "-m", "fedavg", "-q") == 0
+def test_a_run_needs_no_prepared_data(fcl: Fcl, finished: Path) -> None:
     usual = read_result()
     Path("data").rename("elsewhere")
     assert fcl("run", "-m", "fedavg", "-q") == 0
@@ -291,11 +286,15 @@ def test_report_leaves_a_page_metrics_and_plots(fcl: Fcl, project: Path) -> None
     assert len(Path("report/plots/matrix.csv").read_text().splitlines()) > 2 * 2 * 2
 
 
+def raise_too_large(*_: object) -> None:
+    raise TooLarge
+
+
 def test_a_large_runs_costs_are_said_before_it_and_one_that_does_not_fit_is_refused(
     fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(flows.experiment, "is_small", lambda run: False)
-    monkeypatch.setattr(estimate.machine, "read_available_memory", lambda: 10**8)
+    monkeypatch.setattr(estimate, "run_trial", raise_too_large)  # as it does: fclmodels/experiment/costs
     assert fcl("run", "-m", "fedavg") == 2
     assert "fedavg-0 does not fit into memory" in capsys.readouterr().err
     assert not OUT.exists()
@@ -309,8 +308,16 @@ def test_a_large_runs_costs_are_said_before_it_and_one_that_does_not_fit_is_refu
 
 
 def test_explain_here_says_what_a_run_costs_with_these_settings(
-    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+    fcl: Fcl, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trials: list[Trial] = []
+
+    def try_once(*arguments: Any) -> Trial:
+        if not trials:
+            trials.append(run_trial(*arguments))
+        return trials[0]
+
+    monkeypatch.setattr(estimate, "run_trial", try_once)
     assert fcl("explain", "fedavg", "--here", "--json") == 0
     costs = json.loads(capsys.readouterr().out)
     assert fcl("run", "-m", "fedavg", "-q", "--force") == 0
