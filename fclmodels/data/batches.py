@@ -25,7 +25,7 @@ class Batch:
     inputs: Tensor  # floats [B, C, H, W], or token ids [B, 2, L]
     labels: Tensor  # [B], in the stream's label space
     tasks: Tensor  # [B]
-    samples: Tensor | None = None  # [B], their rows in the prepared array, where these are available
+    samples: Tensor | None = None  # [B], their rows in the prepared array, or -1; None: of no sample they are known
 
     def take(self, places: Tensor) -> "Batch":
         """Return the samples at these places, an index on any device."""
@@ -35,7 +35,11 @@ class Batch:
 
     @staticmethod
     def concatenate(parts: Sequence["Batch"]) -> "Batch":
-        return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("inputs", "labels", "tasks")))
+        inputs, labels, tasks = (torch.cat([getattr(b, name) for b in parts]) for name in ("inputs", "labels", "tasks"))
+        if all(part.samples is None for part in parts):
+            return Batch(inputs, labels, tasks)
+        samples = [torch.full_like(part.labels, -1) if part.samples is None else part.samples for part in parts]
+        return Batch(inputs, labels, tasks, torch.cat(samples))
 
 
 class Batches:

@@ -230,10 +230,8 @@ class Method:
     compute_loss: Callable[[LocalTraining, Batch], Tensor]  # of a batch, to be differentiated
     step: Callable[[LocalTraining, dict[str, Tensor]], dict[str, Tensor]] | None = None
 
-    @property
-    def loss_is_of_features(self) -> bool:
-        """Return whether a step reads samples only through the features of its batch."""
-        return False
+    # Whether a step reads its batch by `training.compute_features`, which knows the cache of frozen blocks.
+    uses_frozen_activations: ClassVar[bool] = False
 
     def start_training(self, training: LocalTraining, payload: Payload) -> None:
         """Give a client's training what it needs besides the network (`training.add`)."""

@@ -189,7 +189,7 @@ class AfFcl(FedAvg):
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network, past = training.network, training.find_part(LastLayeredModel)
-        features = network.backbone(batch.inputs)
+        features = training.compute_features(batch)
         hidden = training.networks["layer"][0](features)
         loss = self.compute_cross_entropy(network, hidden, batch.labels, training.client.task)
         if past is None:

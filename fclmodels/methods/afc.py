@@ -68,6 +68,7 @@ class Afc(Rehearsed):
         )
 
     settings: Settings
+    uses_frozen_activations = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)

@@ -94,6 +94,7 @@ class Dytox(FedAvg):
         tuning_lr: PositiveFloat = Field(5e-5, le=1e6, description="learning rate of these epochs")
 
     settings: Settings
+    uses_frozen_activations = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         if run.params.model.backbone != self.needs_backbone or run.make_spec(1).head != "per-task":

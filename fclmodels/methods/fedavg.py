@@ -44,6 +44,7 @@ class FedAvg(Method):
 
     # Whether earlier tasks' own heads train too: of methods whose samples or images of these tasks go through them.
     trains_earlier_heads: ClassVar[bool] = False
+    uses_frozen_activations: ClassVar[bool] = True
 
     def __init__(self, settings: BaseSettings, run: Run, network: TrainedNetwork | None = None) -> None:
         if network is None:
@@ -218,10 +219,6 @@ class FedAvg(Method):
         return self.compute_cross_entropy(
             training.network, training.compute_features(batch), batch.labels, training.client.task
         )
-
-    @property
-    def loss_is_of_features(self) -> bool:
-        return type(self).compute_loss is FedAvg.compute_loss
 
     def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return the cross entropy over all classes so far, or the task's (own head, or `model.loss_over: task`)."""

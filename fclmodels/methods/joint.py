@@ -61,8 +61,8 @@ class Joint(FedAvg):
         return {name: parameter for name, parameter in network.named_parameters() if name not in frozen}
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network = training.network
-        return self.compute_cross_entropy_by_task(network, network.backbone(batch.inputs), batch.labels, batch.tasks)
+        features = training.compute_features(batch)
+        return self.compute_cross_entropy_by_task(training.network, features, batch.labels, batch.tasks)
 
 
 def drop_repeated(rows: Rows) -> Rows:

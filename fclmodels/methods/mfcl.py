@@ -202,7 +202,7 @@ class Mfcl(FedAvg):
             return self.learn_new(training, training.compute_features(batch), batch.labels)
         drawn, drawn_columns = images.draw(self.run.device)
         both = torch.cat([batch.inputs, drawn])
-        features = network.backbone(both)
+        features = training.compute_features(batch, drawn)
         loss = self.learn_new(training, features[:count], batch.labels)
         if self.settings.w_ft:
             columns = torch.cat([find_columns(network.spec, batch.labels, batch.tasks), drawn_columns])

@@ -68,6 +68,7 @@ class Pec(FedAvg):
         teacher: PositiveInt = Field(100, le=10_000, description="the teacher has as many times a student's filters")
 
     settings: Settings
+    uses_frozen_activations = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         if find_kind(run.splits.shape) is TEXTS:

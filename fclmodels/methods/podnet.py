@@ -51,6 +51,7 @@ class Podnet(Rehearsed):
         flat: NonNegativeFloat = Field(1.0, le=1e6, description="lambda_f, weight of the features' distance")
 
     settings: Settings
+    uses_frozen_activations = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)

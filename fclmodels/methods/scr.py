@@ -68,6 +68,7 @@ class Scr(FedAvg):
         )
 
     settings: Settings
+    uses_frozen_activations = False
 
     def __init__(self, settings: Settings, run: Run) -> None:
         if find_kind(run.splits.shape) is TEXTS:

@@ -129,7 +129,7 @@ class Stamp(FedAvg):
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         """Return the cross entropy in the batch's task, and eq. 7 against the client's prototypes of other classes."""
         network = training.network
-        features = network.backbone(batch.inputs)
+        features = training.compute_features(batch)
         loss = self.compute_cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
         if self.settings.protonet:
             past = training.find_part(PastTasks)

@@ -1,7 +1,9 @@
 """Cache of frozen first blocks' activations: computed once a task, then read from a memory-mapped file.
 
 That is right only where nothing of these blocks changes in training and a sample always looks the same; otherwise
-`model.keep_frozen` is refused. Results equal those without the cache up to rounding, as batches differ.
+`model.keep_frozen` is refused. Replayed and drawn samples pass these blocks in each step, without gradients. Results
+equal those without the cache up to rounding, as batches differ. It takes 4 bytes a number: n samples times the blocks'
+output, in the run's folder.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.model.network import Network
 from fclmodels.data.batches import Batch
 from fclmodels.errors import UserError
@@ -40,11 +43,20 @@ class Activations:
     rows: Tensor  # [n, ...], an activation for each sample
     blocks: int  # how many blocks they have passed
 
-    def of(self, batch: Batch) -> Tensor:
-        """Return the rows of a batch's samples."""
+    def of(self, batch: Batch, backbone: FeatureNet) -> Tensor:
+        """Return the rows of a batch's samples; those of others, such as replayed ones, are computed."""
         assert batch.samples is not None
-        places = torch.searchsorted(self.samples, batch.samples.cpu())
-        return self.rows[places].to(batch.inputs.device)
+        samples = batch.samples.cpu()
+        others = samples < 0
+        rows = self.rows[torch.searchsorted(self.samples, samples)].to(batch.inputs.device)
+        if others.any():
+            rows[others] = self.compute(batch.inputs[others], backbone)
+        return rows
+
+    def compute(self, inputs: Tensor, backbone: FeatureNet) -> Tensor:
+        """Return the activations of any inputs: the blocks are frozen, so no gradient is lost."""
+        with torch.no_grad():
+            return backbone.run_first(inputs, self.blocks)
 
 
 def compute_activations(client: Client, network: Network, trained: Collection[str]) -> Activations | None:
@@ -103,8 +115,8 @@ def refuse_what_cannot_be_kept(method: "Method", network: Network) -> None:
         raise UserError(f"{setting}augment changes the samples in each epoch. Leave one of the two out.")
     if not network.backbone.divisible:
         raise UserError(f"{setting}{run.params.model.backbone} cannot be entered between two blocks. Leave it out.")
-    if not method.loss_is_of_features:
-        raise UserError(f"{setting}methods.{method.name} has a loss of its own, which needs the samples. Leave it out.")
+    if not method.uses_frozen_activations:
+        raise UserError(f"{setting}methods.{method.name} needs samples from the first block on. Leave it out.")
     if run.home is None:
         raise UserError(f"{setting}this run has no folder to keep them in. Leave it out.")
     method.set_modes(network, 1)

@@ -166,15 +166,16 @@ class LocalTraining:
             for group in optimiser.param_groups:
                 group["lr"] = settings.compute_lr(*self.progress)
 
-    def compute_features(self, batch: Batch) -> Tensor:
-        """Return the features [B, F] of a batch, from the cached activations of frozen blocks where there are some.
+    def compute_features(self, batch: Batch, *further: Tensor) -> Tensor:
+        """Return the features [B, F] of a batch, and of further inputs that pass with it.
 
-        Samples that a client replays are not in that cache and pass the whole network.
+        Where activations of frozen blocks are cached, the client's samples pass the others alone.
         """
         backbone, cache = self.network.backbone, self.frozen_activations
         if cache is None or batch.samples is None:
-            return backbone(batch.inputs)
-        return backbone.run_rest(cache.of(batch), cache.blocks)
+            return backbone(torch.cat([batch.inputs, *further]) if further else batch.inputs)
+        below = [cache.of(batch, backbone), *(cache.compute(inputs, backbone) for inputs in further)]
+        return backbone.run_rest(torch.cat(below) if further else below[0], cache.blocks)
 
     @property
     def gradients(self) -> dict[str, Tensor]:

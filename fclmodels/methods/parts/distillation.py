@@ -96,7 +96,7 @@ class Distilled(FedAvg):
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         network = training.network
-        features = network.backbone(batch.inputs)
+        features = training.compute_features(batch)
         task = training.client.task
         loss = self.weigh_labels(task) * self.compute_cross_entropy(network, features, batch.labels, task)
         for teacher in training.find_part(Teachers) or ():

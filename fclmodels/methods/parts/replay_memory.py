@@ -78,7 +78,7 @@ def descend_both(
     if replay is None:
         return loss_of_new(network, training.compute_features(batch), batch.labels, task)
     replayed = replay.draw()
-    features = network.backbone(torch.cat([batch.inputs, replayed.inputs]))
+    features = training.compute_features(batch, replayed.inputs)
     new, old = features.split([len(batch.labels), len(replayed.labels)])
     loss = loss_of_new(network, new, batch.labels, task)
     return (loss + method.compute_cross_entropy_by_task(network, old, replayed.labels, replayed.tasks)) / 2

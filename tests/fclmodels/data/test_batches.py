@@ -178,3 +178,13 @@ def test_stored_samples_are_augmented_as_the_rows_are(everything: tuple[Splits, 
     (expected,) = made.iterate_shuffled(rows, len(rows), seeded(0))
     assert torch.equal(got.inputs, expected.inputs)
     assert got.labels.tolist() == expected.labels.tolist()
+
+
+def test_joined_batches_say_which_samples_they_know() -> None:
+    """Rows of the prepared array, -1 for a replayed sample, and nothing where none of them is known."""
+    known = Batch(torch.ones(2, 3), torch.tensor([0, 1]), torch.zeros(2), torch.tensor([7, 5]))
+    replayed = Batch(torch.zeros(1, 3), torch.tensor([4]), torch.ones(1))
+    joined = Batch.concatenate([known, replayed])
+    assert joined.samples is not None
+    assert (joined.samples.tolist(), joined.labels.tolist()) == ([7, 5, -1], [0, 1, 4])
+    assert Batch.concatenate([replayed, replayed]).samples is None

@@ -10,13 +10,20 @@ import torch
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.federation.training.frozen_activations import count_frozen_blocks
+from fclmodels.federation.training.frozen_activations import Activations, count_frozen_blocks
+from fclmodels.methods.af_fcl import AfFcl
 from fclmodels.methods.agem import Agem
 from fclmodels.methods.er import Er
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.fedprotip import FedProTIP
+from fclmodels.methods.fot import Fot
+from fclmodels.methods.glfc_fot import GlfcFot
+from fclmodels.methods.icarl import Icarl
 from fclmodels.methods.joint import Joint
+from fclmodels.methods.lwf import Lwf
+from fclmodels.methods.scr import Scr
 from fclmodels.methods.single_task import SingleTask
+from fclmodels.methods.stamp import Stamp
 
 FRZ = ("model.backbone=resnet18", "model.freeze=[conv1, bn1, layer1, layer2]")
 VIT = (
@@ -54,6 +61,28 @@ def test_the_model_is_the_same(
         torch.testing.assert_close(plain[name], keeping[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [Er, Icarl, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Lwf, Stamp, Joint, AfFcl, Fot, GlfcFot))],
+)
+def test_methods_with_losses_of_their_own_learn_the_same(
+    kind: type[FedAvg], kept_of: Any, method_of: Any, federate: Any, splits_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first task on; their own samples, and old ones beside them, go through what is cached or computed."""
+    settings = (*FRZ, "model.width=4", "model.norm=group", "model.freeze_after=0", "optimizer.lr=0.01")
+    splits: Splits = splits_of(tasks=2, train=9)
+    plain = federate(method_of(kind, *settings, splits=splits)).weights
+    method, own, computed = kept_of(kind, *settings, splits=splits), [], []
+    of, compute = Activations.of, Activations.compute
+    monkeypatch.setattr(Activations, "of", lambda *args: (own.append(len(args[1].labels)), of(*args))[1])
+    monkeypatch.setattr(Activations, "compute", lambda *args: (computed.append(len(args[1])), compute(*args))[1])
+    keeping = federate(method).weights
+    for name in plain:
+        torch.testing.assert_close(plain[name], keeping[name], rtol=1e-4, atol=1e-5)
+    assert sum(own) > 0
+    assert (sum(computed) > 0) == (kind in (Er, Icarl, GlfcFot))
+
+
 def test_they_are_computed_once_a_task_by_each_client(
     kept_of: Any, federate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +105,7 @@ def test_they_are_computed_once_a_task_by_each_client(
 def test_pretrained_blocks_are_frozen_from_the_start(kind: type[FedAvg], method_of: Any, federate: Any) -> None:
     """Weights and running statistics of the first task too; the others are trained."""
     method = method_of(kind, *FRZ, "model.freeze_after=0", batch_norm="average")
-    before, after = method.setup().weights, federate(method, tasks=1).weights
+    before, after = method.create_server().weights, federate(method, tasks=1).weights
     frozen = tuple(f"backbone.{block}." for block in ("conv1", "bn1", "layer1", "layer2"))
     still = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if name.startswith(frozen)} <= still
@@ -105,10 +134,10 @@ def test_what_changes_is_not_still(method_of: Any) -> None:
 def refused() -> Iterator[tuple]:
     layer1 = "model.freeze=[conv1, layer1]"
     yield FedAvg, (), {}, "nothing is frozen here"
-    yield Joint, FRZ, {}, "nothing is frozen here"
     yield FedAvg, (*FRZ, "augment.flip=true"), {}, "augment changes the samples"
     yield FedAvg, ("model.freeze=[fc1]",), {}, "mlp cannot be entered between two blocks"
-    yield Er, FRZ, {}, "er has a loss of its own"
+    yield Scr, FRZ, {}, "scr needs samples from the first block on"
+    yield Joint, (*FRZ, "model.freeze_after=1"), {}, "nothing is frozen here"
     yield FedAvg, (FRZ[0], layer1), {}, "layer1 is frozen, but bn1 is trained. Freeze all blocks from the first one on"
     yield FedAvg, FRZ, {"batch_norm": "batch"}, "bn1 is frozen, but bn1 normalises by each batch"
 
