@@ -10,28 +10,17 @@ from typing import Any
 from fclmodels.backbones.weights.published_weights import PUBLISHERS
 from fclmodels.plugins import find
 from flows.cli.init_folder import FolderSummary, format_range
+from flows.cli.init_machine import Machine
 
 BATCH = 32
 STEPS = 300  # of a client in each task, as far as the limits below allow
 ROUNDS = (5, 15)  # in each task, at least and at most
 EPOCHS = 4  # of a client in a round, at most
 MINUTES = 5  # of FedAvg's training, at most
-CPU_SECONDS = 7e-7  # of training on a pixel of an image, on one core: the cnn on photographs, measured on an AMD EPYC
 CPU_SIDE, GPU_SIDE = 32, 64  # pixels, at most
 STORED = 5  # a client of er stores one image of so many
 PRETRAINED = Path("data/pretrained")
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run can use: cores, and a GPU by its name."""
-
-    cores: int
-    gpu: str | None
-
-    def __str__(self) -> str:
-        return f"{self.cores} core{'s' * (self.cores > 1)} and {self.gpu or 'no GPU'}"
 
 
 @dataclass(frozen=True)
@@ -55,16 +44,6 @@ class ChosenSetting:
     setting: str
     value: str
     why: str
-
-
-def look_at_machine() -> Machine:
-    """Return the cores that this process may use, and the GPU that torch sees."""
-    import torch
-
-    from fclmodels.federation.executors.auto_choice import count_cores
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Machine(count_cores(), gpu)
 
 
 def choose_settings(summary: FolderSummary, machine: Machine) -> dict[str, ChosenSetting]:
@@ -143,10 +122,12 @@ def _choose_epochs(summary: FolderSummary, size: int, rounds: int, machine: Mach
     needed = -(-STEPS // (rounds * _count_steps(summary)))
     if machine.gpu:
         return ChosenSetting("federation.local_epochs", str(min(EPOCHS, needed)), f"of each round, on {machine}")
-    seconds = rounds * summary.count * size**2 * CPU_SECONDS / machine.cores  # of one epoch a round
+    seconds = rounds * summary.count * size**2 * machine.pixel_seconds / machine.cores  # of one epoch a round
     epochs = max(1, min(EPOCHS, needed, int(60 * MINUTES / seconds)))
     minutes = max(1, round(epochs * seconds / 60))
-    return ChosenSetting("federation.local_epochs", str(epochs), f"fedavg trains for some {minutes} min on {machine}")
+    return ChosenSetting(
+        "federation.local_epochs", str(epochs), f"fedavg trains for some {minutes} min on {machine}, as tried"
+    )
 
 
 def _count_steps(summary: FolderSummary) -> int:

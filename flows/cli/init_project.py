@@ -4,8 +4,9 @@ from pathlib import Path
 
 from fclmodels.errors import UserError
 from fclmodels.settings.load import load_params
-from flows.cli.init_choices import BATCH, ChosenSetting, Machine, Offer
+from flows.cli.init_choices import BATCH, ChosenSetting, Offer
 from flows.cli.init_folder import FolderSummary
+from flows.cli.init_machine import Machine
 
 TEMPLATE = """\
 # Written by `fcl init {folder}` for {count} images of {classes} classes{in_domains}, and for {machine}.

@@ -178,8 +178,9 @@ def init(
     quiet: Quiet = False,
 ) -> None:
     """Look at a folder of images and write a commented params.yaml for it."""
-    from flows.cli.init_choices import choose_settings, find_offer, look_at_machine
+    from flows.cli.init_choices import choose_settings, find_offer
     from flows.cli.init_folder import inspect_folder
+    from flows.cli.init_machine import look_at_machine
     from flows.cli.init_project import write_params
 
     summary, machine = inspect_folder(folder), look_at_machine()

@@ -22,7 +22,7 @@ def serve_pages(tracking_uri: str, port: int) -> None:
     environment.set_defaults()
     from mlflow import MlflowClient  # before all else, to report at once that it is missing
 
-    from tasks.mlflow.saved_view import list_addresses
+    from tasks.mlflow.saved_view import AS_CHARTS, list_addresses
 
     prefect = prefect_server.connect(environment.HOME)
     port = port or prefect_server.choose_port(environment.HOME / RECORD)
@@ -43,8 +43,10 @@ def serve_pages(tracking_uri: str, port: int) -> None:
         prefect_server.wait_until_ready(prefect, environment.HOME)
         mlflow = f"http://127.0.0.1:{port}"
         prefect_server.record_address(environment.HOME / RECORD, mlflow)
-        addresses = list_addresses(MlflowClient(mlflow), mlflow) or {"no runs yet": mlflow}
-        lines = [f"MLflow   {name}  {address}" for name, address in addresses.items()]
+        addresses = list_addresses(MlflowClient(mlflow), mlflow)
+        lines = [] if addresses else [f"MLflow   no runs yet  {mlflow}"]
+        for name, address in addresses.items():
+            lines += [f"MLflow   {name}  {address}", f"charts   {name}  {address}{AS_CHARTS}"]
         print(*lines, f"Prefect  {prefect.removesuffix('/api')}", "Ctrl-C stops them.", sep="\n", flush=True)
         while server.poll() is None:  # not wait(): Polars has set up SIGINT so that it does not interrupt system calls
             time.sleep(0.2)

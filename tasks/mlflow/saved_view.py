@@ -12,6 +12,7 @@ from tasks.mlflow.naming import METRICS, READING
 
 KEY = "fclflow"
 VIEW = f"mlflow.sharedViewState.{KEY}"
+AS_CHARTS = "&compareRunsMode=CHART"  # added to an address of list_addresses, it opens on the charts
 ACC, FORGETTING = f"{METRICS['acc']}/{READING}", f"{METRICS['fgt']}/{READING}"
 COSTS = ("total/bytes_up", "total/bytes_down", "total/seconds")
 CHARTS = {

@@ -19,12 +19,14 @@ from fclmodels.experiment.experiment import Experiment
 from fclmodels.settings.load import load_params
 from fclmodels.storage import trees
 from flows.cli import init_choices
-from flows.cli.init_choices import Machine, choose_settings, find_offer
+from flows.cli.init_choices import choose_settings, find_offer
 from flows.cli.init_folder import FolderSummary, inspect_folder
+from flows.cli.init_machine import Machine, look_at_machine, measure_pixel_seconds
 from flows.cli.init_project import write_params
 
 Fcl = Callable[..., int]
-LAPTOP, GPU = Machine(2, None), Machine(8, "a GPU")
+EPYC = 7e-7  # of a core for a pixel
+LAPTOP, GPU = Machine(2, None, EPYC), Machine(8, "a GPU", EPYC)
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +102,20 @@ def test_init_chooses_rounds_and_epochs_for_a_clients_steps_and_the_time_at_hand
     assert rounds(2500) == (15, 4)  # two steps of a client in an epoch: 120 of a task
     assert rounds(10_000) == (15, 3)  # eight: 360
     assert rounds(1_000_000) == (5, 1)
-    assert rounds(40_000, Machine(1, None), 16) == (15, 1)
-    assert rounds(40_000, Machine(4, None), 16) == (15, 2)
+    assert rounds(40_000, Machine(1, None, EPYC), 16) == (15, 1)
+    assert rounds(40_000, Machine(4, None, EPYC), 16) == (15, 2)
+    assert rounds(40_000, Machine(1, None, EPYC / 4), 16) == (15, 2)
     assert rounds(40_000, GPU, 16) == (15, 3)
+
+
+def test_the_machines_speed_is_measured() -> None:
+    """Twice within a factor of three; training what a core does in a minute is expected to take it a minute."""
+    machine = look_at_machine()
+    assert machine.pixel_seconds / 3 < measure_pixel_seconds() < 3 * machine.pixel_seconds
+    assert 1e-9 < machine.pixel_seconds < 1e-4
+    choice = choose_settings(photographs(2500), Machine(1, None, 60 / (15 * 2500 * 32**2)))["local_epochs"]
+    assert choice.value == "4"
+    assert "some 4 min on 1 core" in choice.why
 
 
 def test_init_names_methods_that_fit_the_stream() -> None:
