@@ -62,8 +62,10 @@ class Backbone:
         if not self.settings.weights:
             return {}
         from fclmodels.backbones.weights.published_weights import find_weights_file
+        from fclmodels.backbones.weights.weight_files import refuse_missing
 
         file = find_weights_file(self.settings.weights, self.settings.backbone)
+        refuse_missing(file)
         return {"weights": digest_named_file("model.weights", file)}
 
 

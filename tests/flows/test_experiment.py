@@ -346,3 +346,13 @@ def test_several_methods_and_seeds_run_one_after_another_and_are_compared(
     out, err = capsys.readouterr()
     assert "fedavg" in out
     assert "not run yet, so left out: runs/special-0, runs/special-1\n" in err
+
+
+def test_without_its_pretrained_weights_the_demos_pip_names_the_command_that_makes_them(
+    fcl: Fcl, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = Path(__file__).parents[2] / "params.yaml"
+    assert fcl("run", "-m", "pip-dualp", "--params", str(params), "-q") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("model.weights: there is no file data/pretrained/letters/weights.safetensors. ")
+    assert "`fcl pretrain --out data/pretrained/letters` trains small ones" in error

@@ -66,6 +66,12 @@ def _strip_prefix(name: str) -> str:
     return name.removeprefix("/").removeprefix("backbone.").removeprefix("frozen.")
 
 
+def refuse_missing(path: Path) -> None:
+    """Raise UserError, with what gives the file, where it is not there."""
+    if not path.is_file():
+        raise UserError(f"model.weights: there is no file {path}. {_suggest_remedy(path)}")
+
+
 def _suggest_remedy(path: Path) -> str:
     """Return what gives a file that is missing; `fcl pretrain` names its own weights.safetensors."""
     other = "give the path of a .safetensors file, or leave it out."
@@ -76,8 +82,7 @@ def _suggest_remedy(path: Path) -> str:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a .safetensors file by name; a hash in its name must be that of its content."""
-    if not path.is_file():
-        raise UserError(f"model.weights: there is no file {path}. {_suggest_remedy(path)}")
+    refuse_missing(path)
     if path.suffix in PICKLED:
         raise UserError(f"model.weights: no run reads {path}. Import it once: fcl weights import {path}")
     if path.suffix != ".safetensors":
