@@ -206,7 +206,7 @@ class FedAvg(Method):
         return task >= self.run.params.model.freeze_after
 
     def set_modes(self, network: Network, task: int) -> None:
-        self.network.set_modes(network, self.freezes(task))
+        self.network.set_modes(network, task, self.freezes(task))
 
     def select_trainable(self, network: Network, task: int) -> dict[str, nn.Parameter]:
         parameters = self.network.select_trainable(network, task, self.freezes(task))

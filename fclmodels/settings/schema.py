@@ -78,7 +78,7 @@ class BackboneSettings(Settings):
     freeze: tuple[str, ...] = Field((), description="blocks of the backbone that are frozen after the first task")
     freeze_after: Literal[0, 1] = Field(
         1,
-        description="tasks before they freeze, and with batch_norm: frozen all statistics; 0: none, of pretrained ones",
+        description="tasks that are learned before they freeze: 1, or 0 for blocks of pretrained weights",
     )
     keep_frozen: bool = Field(
         False,

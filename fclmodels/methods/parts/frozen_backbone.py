@@ -137,7 +137,7 @@ class FrozenBackbone(TrainedNetwork):
         own_head = f"heads.{task}." if network.spec.head == "per-task" else "heads."
         return {n: p for n, p in network.named_parameters() if n.startswith(("backbone.prompts.", own_head))}
 
-    def set_modes(self, network: Network, freeze: bool) -> None:
+    def set_modes(self, network: Network, task: int, freeze: bool) -> None:
         network.train()  # which leaves the backbone in evaluation mode
 
     # The cache of frozen layers' outputs.

@@ -64,14 +64,13 @@ class TrainedNetwork:
         """Return every tensor of the network, also those that never travel."""
         return weights
 
-    def set_modes(self, network: Network, freeze: bool) -> None:
-        """Set training mode, but for what settings freeze where `freeze` is true."""
+    def set_modes(self, network: Network, task: int, freeze: bool) -> None:
+        """Set training mode, but for blocks that are frozen where `freeze` is true, and for fixed statistics."""
         network.train()
-        if freeze:
-            for block in self.run.params.model.freeze:
-                network.backbone.get_submodule(block).eval()
-            if self.batch_norm == "frozen":
-                fix_statistics(network)
+        for block in self.run.params.model.freeze if freeze else ():
+            network.backbone.get_submodule(block).eval()
+        if self.batch_norm == "frozen" and task > 0:
+            fix_statistics(network)
 
     def select_trainable(self, network: Network, task: int, freeze: bool) -> dict[str, nn.Parameter]:
         """Return all parameters but those of frozen blocks and of other tasks' own heads."""
