@@ -1,7 +1,10 @@
-"""This machine: memory that is free or was used at most, and processes that the kernel killed for it."""
+"""This machine: memory that is free or was used at most, processes that the kernel killed, and their ends."""
 
+import ctypes
 import os
 import resource
+import signal
+import sys
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -60,6 +63,13 @@ def offer_to_be_killed_first() -> None:
         (PROC / "self" / "oom_score_adj").write_text("500")
     except OSError:
         return
+
+
+def end_with_parent() -> None:
+    """Ask Linux for a signal to this process when its parent dies, however it dies."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
 
 
 def _read_kilobytes(file: Path, name: str) -> int | None:

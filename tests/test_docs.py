@@ -20,6 +20,7 @@ from fclmodels.experiment.method_card import describe_methods
 from fclmodels.plugins import load_all
 from fclmodels.settings import load as reading
 from fclmodels.settings.describe import explain
+from fclmodels.study.plan import check_plan, load_study
 from flows.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ SOURCES = [
 ]
 METHODS = list(load_all("method"))
 PARTS = re.DOTALL | re.MULTILINE
-EXAMPLES = ("lean_avg", "tiny_net", "NAME", "bytes.yaml")  # of what a reader writes
+EXAMPLES = ("lean_avg", "tiny_net", "NAME", "bytes.yaml", "small.yaml", "chosen.yaml")  # of what a reader writes
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def test_commands_options_and_settings_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_values_of_settings_are_right(page: Path, tmp_path: Path) -> None:
+def test_values_of_settings_are_right(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command sets, over the settings that it starts from; and whole blocks of YAML."""
     for words in told(page):
         presets = [f"presets/{name}.yaml" for name in after(words, "--preset", "preset")]
@@ -101,7 +102,11 @@ def test_values_of_settings_are_right(page: Path, tmp_path: Path) -> None:
             reading.load_params(file, given)
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         (tmp_path / "params.yaml").write_text(block)
-        reading.load_params(tmp_path / "params.yaml")
+        if block.startswith("params:"):
+            monkeypatch.chdir(ROOT)
+            check_plan(load_study(tmp_path / "params.yaml"))
+        else:
+            reading.load_params(tmp_path / "params.yaml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

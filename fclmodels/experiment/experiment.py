@@ -46,20 +46,21 @@ class Experiment:
         splits: Splits,
         home: Path = Path(".fcl"),
         listener: Listener | None = None,
+        place: Path | None = None,  # of store and checkpoints, where it is not `home`
     ) -> None:
         kind = plugins.find("method", method)
         self.params = params
         self.seed = seed
         self.splits = splits
-        self.home = Path(home)
+        self.home = Path(place or home)
         self.listener = listener or Listener()
         self.store = Store(self.home / "store")
-        self.method = kind(load_method_settings(params, method), Run.on(params, splits, seed, self.home))
+        self.method = kind(load_method_settings(params, method), Run.on(params, splits, seed, Path(home)))
         refuse_unfit_method(self.method)
         self.label = f"{method}-{seed}"
         self.tasks = len(splits.tasks)
         self._identity = identify(self.method)
-        self.choice = choose(self.method, self.home / "choices", digest_json(self._identity))
+        self.choice = choose(self.method, Path(home) / "choices", digest_json(self._identity))
         self._executor: Executor | None = None
 
     def __enter__(self) -> "Experiment":

@@ -163,7 +163,7 @@ class SettingsCheck:
         path, first = ".".join(keys), details[0]
         is_whole_value, kind = len(first["loc"]) == 1, first["type"]
         if not first["loc"]:
-            return f"{path}: {first['ctx']['error']}"
+            return f"{path}: {first['ctx']['error']}" if path else str(first["ctx"]["error"])
         if is_whole_value and kind == "extra_forbidden":
             return f"{path} is not a setting. {suggest_path(keys, self.valid_paths)}"
         if kind == "value_error":

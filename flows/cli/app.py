@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import inspect_commands, report_commands, run_commands
+from flows.cli import inspect_commands, report_commands, run_commands, study_commands
 from flows.cli.exit_codes import INTERRUPTED, SUCCESS, report_end
 
 EPILOG = (
@@ -38,6 +38,8 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {  # in the order of a first
     },
     "Compare": {
         "compare": report_commands.compare,
+        "study": study_commands.run_study,
+        "tune": study_commands.tune,
         "report": report_commands.write_report,
         "ledger": report_commands.show_ledger,
         "ui": inspect_commands.open_ui,

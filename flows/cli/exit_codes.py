@@ -11,7 +11,17 @@ from fclmodels.errors import UserError
 from flows.cli.terminal import tell
 
 SUCCESS, FAILURE, USER_MISTAKE, INTERRUPTED = 0, 1, 2, 130
-EXTRA = ("prefect", "mlflow", "dvc", "fastapi", "jinja2", "matplotlib", "pandas", "sqlalchemy")  # of fclflow[workflow]
+EXTRA = (
+    "prefect",
+    "mlflow",
+    "dvc",
+    "fastapi",
+    "jinja2",
+    "matplotlib",
+    "optuna",
+    "pandas",
+    "sqlalchemy",
+)  # of fclflow[workflow]
 MAKE_ROOM, MAKE_WRITABLE = "Make room on its disk", "Make it writable"
 REMEDIES = {  # for errors of the disk, which are not the program's and need no traceback
     errno.ENOSPC: MAKE_ROOM,

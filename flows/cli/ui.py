@@ -1,13 +1,12 @@
 """`fcl ui`: MLflow's pages on 127.0.0.1, and Prefect's beside them."""
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
 
 from fclmodels.errors import UserError
+from fclmodels.machine import end_with_parent
 from flows.prefect import environment
 from flows.prefect import server as prefect_server
 
@@ -36,7 +35,7 @@ def serve_pages(tracking_uri: str, port: int) -> None:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
     try:
         _wait_for_mlflow(server, port)
@@ -55,13 +54,6 @@ def serve_pages(tracking_uri: str, port: int) -> None:
     finally:
         server.terminate()
         server.wait()
-
-
-def _end_with_parent() -> None:
-    """Ask Linux for a signal to this process when its parent dies, however it dies."""
-    if sys.platform == "linux":
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
 
 
 def _wait_for_mlflow(server: subprocess.Popen[bytes], port: int) -> None:

@@ -1,0 +1,1 @@
+"""A study: methods side by side, each with the settings that val rows choose, over draws of stream and partition."""
