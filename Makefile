@@ -17,6 +17,8 @@ export DVC_NO_ANALYTICS := 1
 # In .dvc/config it would be relative to the copy that a queued experiment runs in, and fail there.
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.fcl/dvc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each process would compile our modules anew, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo ui report docs test test-slow test-all lint audit lock bench clean
 .NOTPARALLEL:
