@@ -58,9 +58,8 @@ class Judge:
 
     def accuracy(self, server: Server, rows: Sequence[Rows]) -> float:
         method = self.method
-        table = read(
-            method.run, method.make_predictor(server), method.list_columns(server), rows, self.tasks, alone=False
-        )
+        predictor = method.make_predictor(server)
+        table = read(method.run, predictor, method.list_columns(server), rows, self.tasks, alone=False)
         return float(acc(accuracy_matrix(table.accuracy, READING)))
 
 

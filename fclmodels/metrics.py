@@ -166,7 +166,7 @@ def tip_acc(counts: np.ndarray) -> float | None:
 
     It counts samples in every reading, also where one prediction is made for a batch.
     """
-    return _mean(np.diagonal(normalize_rows(counts)))
+    return _mean(np.diagonal(normalise_rows(counts)))
 
 
 MATRIX_METRICS: dict[str, Callable[[np.ndarray], float | None]] = {
@@ -203,7 +203,7 @@ def sort_readings(readings: Iterable[str]) -> list[str]:
     return [r for r in READINGS if r in present] + sorted(present.difference(READINGS))
 
 
-def normalize_rows(counts: np.ndarray) -> np.ndarray:
+def normalise_rows(counts: np.ndarray) -> np.ndarray:
     """Return each count as a share of its row's sum; NaN in a row of zeros."""
     totals = counts.sum(axis=1, keepdims=True)
     return np.divide(counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)

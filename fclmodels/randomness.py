@@ -17,7 +17,7 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8]) >> 1
 
 
-def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+def make_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     return torch.Generator(device).manual_seed(derive_seed(*key))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+WITHOUT_EFFECT = {"fclmodels.settings.preset"}  # papers' figures, which no run computes with
 ROOTS = {"fclmodels", "plugins"}  # this package, and the plugins in a project's folder
 
 
@@ -34,7 +35,7 @@ def list_closure(modules: Iterable[str]) -> set[str]:
     roots = frozenset(ROOTS | {name.partition(".")[0] for name in waiting})
     while waiting:
         name = waiting.pop()
-        if name not in reached:
+        if name not in reached | WITHOUT_EFFECT:
             reached.add(name)
             waiting += _list_imports(name, roots)
     return {name for name in reached if _read_source(name).strip()}

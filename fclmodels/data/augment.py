@@ -62,7 +62,7 @@ def change_brightness(images: Tensor, amount: float, generator: torch.Generator)
     """Multiply pixels by a factor from U(1 - amount, 1 + amount), clipped at white."""
     factor = 1 + amount * (2 * _draw_uniform(images, generator) - 1)
     white = 1.0 if images.is_floating_point() else 255.0
-    return _as_pixels((images * factor.view(-1, 1, 1, 1)).clamp_(max=white), images.dtype)
+    return _convert_to_pixels((images * factor.view(-1, 1, 1, 1)).clamp_(max=white), images.dtype)
 
 
 def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Generator) -> Tensor:
@@ -77,7 +77,7 @@ def resize_crop(images: Tensor, areas: tuple[float, float], generator: torch.Gen
     pixels = images if images.is_floating_point() else images.float()
     grid = F.affine_grid(windows.to(pixels.dtype), list(images.shape), align_corners=False)
     # The outermost half pixel lies beyond the last pixel's middle: "border" repeats that pixel instead of darkening it.
-    return _as_pixels(F.grid_sample(pixels, grid, padding_mode="border", align_corners=False), images.dtype)
+    return _convert_to_pixels(F.grid_sample(pixels, grid, padding_mode="border", align_corners=False), images.dtype)
 
 
 def _draw_uniform(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -85,5 +85,5 @@ def _draw_uniform(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(len(images), generator=generator, device=generator.device).to(images.device)
 
 
-def _as_pixels(images: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_to_pixels(images: Tensor, dtype: torch.dtype) -> Tensor:
     return images.to(dtype) if dtype.is_floating_point else images.round_().to(dtype)

@@ -11,7 +11,7 @@ from fclmodels.data.augment import Channels, augment, normalise, to_inputs
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.errors import UserError
-from fclmodels.randomness import generator
+from fclmodels.randomness import make_generator
 from fclmodels.settings.schema import AugmentSettings
 
 # Bytes of float pixels that are made at once: few enough for the cache, enough that Python's overhead is small.
@@ -87,7 +87,7 @@ class Batches:
 
     def make_device_generator(self, random: torch.Generator) -> torch.Generator:
         """Return a generator for augmentation on the device, keyed by a draw from one on the CPU."""
-        return generator("augment", int(torch.randint(2**62, (), generator=random)), device=self.device)
+        return make_generator("augment", int(torch.randint(2**62, (), generator=random)), device=self.device)
 
     def _read_chunks(self, rows: Rows, order: Tensor, size: int) -> Iterator[Batch]:
         """Yield a few batches at once, with the raw samples as inputs; none where there are no rows."""
@@ -137,4 +137,4 @@ def _draw_permutations(splits: Splits, device: torch.device) -> Tensor | None:
 
 def draw_pixel_order(permutation: int, pixels: int) -> Tensor:
     """Return the order of pixels [pixels] under a task's permutation."""
-    return torch.randperm(pixels, generator=generator("pixels", permutation))
+    return torch.randperm(pixels, generator=make_generator("pixels", permutation))

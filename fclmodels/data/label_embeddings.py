@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fclmodels.errors import UserError, suggest_name
 from fclmodels.optional.transformers import import_transformers
-from fclmodels.randomness import generator
+from fclmodels.randomness import make_generator
 from fclmodels.storage import trees
 
 # Of LANDER's embeddings for CIFAR-100: numbers of each, their mean square, cosine between two classes.
@@ -70,6 +70,6 @@ def read_embeddings(file: Path, names: Sequence[str]) -> Tensor:
 
 def draw_embeddings(seed: int, count: int) -> Tensor:
     """Return drawn rows [count, 512] with the scale of LANDER's for CIFAR-100 and their cosine between classes."""
-    common = torch.randn(WIDTH, generator=generator(seed, "label embeddings"))
-    own = [torch.randn(WIDTH, generator=generator(seed, "label embeddings", label)) for label in range(count)]
+    common = torch.randn(WIDTH, generator=make_generator(seed, "label embeddings"))
+    own = [torch.randn(WIDTH, generator=make_generator(seed, "label embeddings", label)) for label in range(count)]
     return MEAN_SQUARE**0.5 * (COSINE**0.5 * common + (1 - COSINE) ** 0.5 * torch.stack(own))

@@ -17,7 +17,7 @@ from fclmodels import plugins
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment import run_folder
 from fclmodels.experiment.stages import Outcome, Stage, Step
-from fclmodels.experiment.step_keys import identify, step_key
+from fclmodels.experiment.step_keys import compute_step_key, identify
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.executors.auto_choice import Choice, choose
 from fclmodels.federation.executors.base import Executor
@@ -104,7 +104,7 @@ class Experiment:
 
     def step(self, stage: Stage, state: str | None, task: int) -> Step:
         """Return a step from a state (None before `begin`); for `evaluate` and `judge`, `task` counts learned tasks."""
-        key = step_key(self.method, self._identity, stage, state, task, self.choice.threads)
+        key = compute_step_key(self.method, self._identity, stage, state, task, self.choice.threads)
         return Step(self, stage, state, task, key)
 
     def publish(self, folder: Path, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ tensors have the backbone's own names, and card.json, which says on what they we
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.data.splits.held_out import cut_test, number_units
 from fclmodels.errors import UserError
 from fclmodels.plugins import find
-from fclmodels.randomness import derive_seed, generator, seed_torch
+from fclmodels.randomness import derive_seed, make_generator, seed_torch
 from fclmodels.settings.pretrain import PretrainParams, PretrainSettings
 from fclmodels.source_digest import digest_sources
 from fclmodels.storage import trees
+from fclmodels.storage.files import replace_folder
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json
 
@@ -80,7 +80,7 @@ def train(params: PretrainParams, prepared: Prepared, device: torch.device, noti
     train_samples, held_out = split_samples(prepared, params.pretrain, device)
     classes = tuple(range(len(prepared.meta.classes)))
     spec = ModelSpec(params.model.model_dump(mode="json"), prepared.meta.shape, "growing", (classes,))
-    network = build_network(spec, generator(params.pretrain.seed, "init")).to(device)
+    network = build_network(spec, make_generator(params.pretrain.seed, "init")).to(device)
     losses = []
     with seed_torch(params.pretrain.seed, "dropout", device=device):
         for epoch, loss in enumerate(train_epochs(network, train_samples, params), start=1):
@@ -119,8 +119,8 @@ def train_epochs(network: Network, samples: PretrainSamples, params: PretrainPar
     step = 0
     for epoch in range(settings.epochs):
         network.train()
-        order = torch.randperm(len(samples), generator=generator(settings.seed, "batches", epoch))
-        random = generator(settings.seed, "augment", epoch, device=samples.device)
+        order = torch.randperm(len(samples), generator=make_generator(settings.seed, "batches", epoch))
+        random = make_generator(settings.seed, "augment", epoch, device=samples.device)
         total = torch.zeros((), device=samples.device)
         for raw, labels in samples.iterate_batches(order, settings.batch_size):
             for group in optimiser.param_groups:
@@ -192,21 +192,11 @@ class Pretraining:
     def publish(self, folder: Path, outcome: dict[str, Any]) -> dict[str, Any]:
         """Write the complete folder beside its place, then move it there; returns the card."""
         refuse_foreign(folder)
-        card, folder = self.build_card(outcome), folder.resolve()
-        partial, old = (folder.with_name(f".{folder.name}.{step}") for step in ("partial", "old"))
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        card = self.build_card(outcome)
+        with replace_folder(folder) as partial:
             weights = self.store.get(outcome["objects"]["weights"])
             save_file(weights, partial / WEIGHTS, {"description": card["description"]})
             write_json(partial / CARD, card)
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
         return card
 
     def build_card(self, outcome: dict[str, Any]) -> dict[str, Any]:

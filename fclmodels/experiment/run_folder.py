@@ -163,7 +163,7 @@ def _find_last_digest(outcomes: "list[Outcome]", name: str) -> str:
 def _measure_client(experiment: "Experiment", server: Server, ledger: pl.DataFrame) -> dict[str, int]:
     """Return the bytes that a client holds after the last task: parameters, buffers, and the largest memory so far."""
     weights = experiment.method.list_all_weights(server)
-    buffers = {name for name, _ in experiment.method.networks.of(server.spec).named_buffers()}
+    buffers = {name for name, _ in experiment.method.networks.build(server.spec).named_buffers()}
     largest = ledger.filter(pl.col("direction") == "kept").group_by("task", "round", "client").agg(pl.sum("bytes"))
     return {
         "model": sum(weight.nbytes for name, weight in weights.items() if name not in buffers),

@@ -18,7 +18,7 @@ from fclmodels.federation import evaluation
 from fclmodels.federation.engine import rounds
 from fclmodels.federation.engine.checkpoints import Checkpoints
 from fclmodels.federation.engine.cohort import Cohort
-from fclmodels.federation.engine.ledger import Ledger, ledger_table, open_ledger
+from fclmodels.federation.engine.ledger import Ledger, make_ledger_table, open_ledger
 from fclmodels.federation.exchange import EVALUATIONS
 from fclmodels.federation.executors.base import set_torch_threads
 from fclmodels.federation.protection import inspection
@@ -212,7 +212,7 @@ def make_server_training(step: Step, checkpoints: Checkpoints) -> ServerTraining
 def store_tables(step: Step, checkpoints: Checkpoints) -> dict[str, str]:
     """Return the ledger of a step and, where the server trained, what that cost, put into the store."""
     store = step.experiment.store
-    objects = {"ledger": store.put_table(ledger_table(checkpoints.ledger))}
+    objects = {"ledger": store.put_table(make_ledger_table(checkpoints.ledger))}
     if costs := checkpoints.costs.read_rows():
         objects["costs"] = store.put_table(pl.DataFrame(costs, schema=tables.COSTS))
     return objects

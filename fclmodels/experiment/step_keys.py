@@ -13,6 +13,7 @@ from fclmodels.federation.engine import rounds
 from fclmodels.federation.exchange import EVALUATIONS
 from fclmodels.federation.executors import client_work
 from fclmodels.settings import load as reading
+from fclmodels.settings.federation import FederationSettings
 from fclmodels.settings.schema import Params
 from fclmodels.source_digest import digest_sources
 from fclmodels.storage.digests import digest_json
@@ -34,7 +35,7 @@ def identify(method: "Method") -> dict[str, Any]:
     settings = reading.collect_settings(run.params, name)
     for block in BLOCKS_WITHOUT_EFFECT:
         del settings[block]
-    for setting in FEDERATION_WITHOUT_EFFECT:
+    for setting in [*FEDERATION_WITHOUT_EFFECT, *list_blocks_that_are_off(run.params.federation)]:
         del settings["federation"][setting]
     return {
         "method": name,
@@ -48,6 +49,17 @@ def identify(method: "Method") -> dict[str, Any]:
         "torch": torch.__version__,
         "code": digest_sources(*list_modules(method)),
     }
+
+
+def list_blocks_that_are_off(federation: FederationSettings) -> list[str]:
+    """Return the blocks of settings that change no result, because what they are about is not on."""
+    is_on = {
+        "faults": federation.faults.on,
+        "secagg": federation.secagg.on,
+        "attack": federation.attack.kind != "none",
+        "robust": federation.aggregation != "mean",
+    }
+    return [block for block, on in is_on.items() if not on]
 
 
 def list_modules(method: "Method") -> list[str]:
@@ -71,7 +83,9 @@ def list_optional_modules(params: Params) -> dict[str, bool]:
     }
 
 
-def step_key(method: "Method", identity: dict[str, Any], stage: str, state: str | None, task: int, threads: int) -> str:
+def compute_step_key(
+    method: "Method", identity: dict[str, Any], stage: str, state: str | None, task: int, threads: int
+) -> str:
     """Return the key of a step from a state; for `evaluate` and `judge`, `task` is how many are learned."""
     params = method.run.params
     depends_on = {**identity, "threads": threads, "stage": stage, "state": state, "task": task}

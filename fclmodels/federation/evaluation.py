@@ -27,7 +27,7 @@ from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.prediction import Columns, Prediction
 from fclmodels.federation.run_context import Run
 from fclmodels.federation.server import Server
-from fclmodels.randomness import generator
+from fclmodels.randomness import make_generator
 from fclmodels.tables import ACCURACY, CONFUSION, HONEST, MIXED_BATCH, PAPER, PERSONAL, READINGS
 
 if TYPE_CHECKING:
@@ -81,10 +81,9 @@ def evaluate_on_client(method: "Method", client: Client, payload: Payload, split
     if method.has_global_model:
         rows = [select_own_classes(run, task, client.index, of) for task, of in enumerate(rows)]
     server = Server(run.make_spec(client.task + 1), payload["weights"].tensors, client.task)
-    alone = depends_on_batch(method.networks.of(server.spec))
-    tables = read(
-        run, method.make_client_predictor(client, payload), method.list_columns(server), rows, client.task + 1, alone
-    )
+    alone = depends_on_batch(method.networks.build(server.spec))
+    predictor = method.make_client_predictor(client, payload)
+    tables = read(run, predictor, method.list_columns(server), rows, client.task + 1, alone)
     return Reply({"tables": Part("count", encode(tables), "each")})
 
 
@@ -130,7 +129,7 @@ def shuffle_rows(rows: Sequence[Rows]) -> Rows:
     """Return all rows in an order that reveals neither task nor client; the same in every evaluation."""
     together = Rows.concatenate(rows)
     by_sample = np.lexsort((together.clients, together.samples, together.tasks))
-    return together.take(by_sample[torch.randperm(len(together), generator=generator("evaluation")).numpy()])
+    return together.take(by_sample[torch.randperm(len(together), generator=make_generator("evaluation")).numpy()])
 
 
 def _answer_rows(run: Run, predict: Predict, columns: Columns, at_once: int, rows: Rows) -> pl.DataFrame:

@@ -11,7 +11,7 @@ from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batches
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
-from fclmodels.randomness import generator
+from fclmodels.randomness import make_generator
 from fclmodels.settings.schema import Params
 
 
@@ -37,7 +37,7 @@ class Run:
 
     def make_generator(self, *purpose: int | str) -> torch.Generator:
         """Return a CPU generator for this seed and purpose, such as ("init",) or ("batches", task, round, client)."""
-        return generator(self.seed, *purpose)
+        return make_generator(self.seed, *purpose)
 
     def make_spec(self, learned: int) -> ModelSpec:
         """Return the form of the model whose head covers the first `learned` tasks."""

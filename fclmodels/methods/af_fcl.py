@@ -166,7 +166,7 @@ class AfFcl(FedAvg):
             sets = {name: columns.to(self.run.device) for name, columns in payload["columns"].tensors.items()}
             training.add(
                 FeatureReplay(
-                    self.settings, flow, layer, self.run.params.optimizer, sets, training.find_part(LastLayeredModel)
+                    self.settings, flow, layer, self.run.params.optimizer, sets, training.find_added(LastLayeredModel)
                 )
             )
 
@@ -176,7 +176,7 @@ class AfFcl(FedAvg):
 
     def replay_before(self, training: LocalTraining, epoch: Iterator[Batch]) -> Iterator[Batch]:
         """Yield an epoch's batches, each after the flow's step on it and the layer's on draws."""
-        replay, network = training.find_part(FeatureReplay), training.network
+        replay, network = training.find_added(FeatureReplay), training.network
         for batch in epoch:
             if replay is not None:
                 with torch.no_grad(), training.precision():
@@ -188,7 +188,7 @@ class AfFcl(FedAvg):
             yield batch
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, past = training.network, training.find_part(LastLayeredModel)
+        network, past = training.network, training.find_added(LastLayeredModel)
         features = training.compute_features(batch)
         hidden = training.networks["layer"][0](features)
         loss = self.compute_cross_entropy(network, hidden, batch.labels, training.client.task)

@@ -73,9 +73,8 @@ class Afc(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
-        self.introduce = self.declare(
-            Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
-        )
+        introduce = Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
+        self.introduce = self.declare(introduce)
         self.tune = self.declare(
             Exchange("tune", self.make_payload, self.classifier.tune_proxies, self.classifier.make_tune_form)
         )
@@ -133,7 +132,7 @@ class Afc(Rehearsed):
         """The number of channels of each block, those of an empty sample's outputs."""
         shape, zero = self.run.splits.shape, torch.zeros(1, dtype=torch.int64, device=self.run.device)
         empty = torch.from_numpy(np.zeros((1, *shape), find_kind(shape).dtype)).to(self.run.device)
-        network = self.networks.of(self.run.make_spec(1)).eval()
+        network = self.networks.build(self.run.make_spec(1)).eval()
         with torch.no_grad():
             outputs = self.classifier.run_blocks(network, self.run.batches.prepare_inputs(Batch(empty, zero, zero)))
         return {name: (to_maps(output).shape[1],) for name, output in outputs.items() if name != FEATURES}
@@ -157,7 +156,7 @@ class Afc(Rehearsed):
             training.add(Importance(payload[IMPORTANCE].tensors))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        importance = training.find_part(Importance) or Importance()
+        importance = training.find_added(Importance) or Importance()
         return self.classifier.compute_loss(training, batch, partial(self.compare, importance))
 
     def compare(self, importance: Importance, outputs: Outputs, targets: Outputs) -> Tensor:

@@ -24,7 +24,7 @@ class Agem(Replaying):
     paper = "Efficient Lifelong Learning with A-GEM"
 
     def change_gradients(self, training: LocalTraining) -> None:
-        if replay := training.find_part(Replay):
+        if replay := training.find_added(Replay):
             for name, gradient in correct_gradients(
                 training.gradients, self.compute_reference(training, replay.draw())
             ).items():

@@ -115,7 +115,7 @@ class Bic(Rehearsed):
         return client.rows.take(leave(new, len(labels)).numpy()), stored.take(leave(old, len(stored.labels))), held_out
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
+        teacher, (logits, labels) = training.find_added(LastModel), self.score(training, batch)
         loss = torch.nn.functional.cross_entropy(logits, labels)
         if teacher is None or not len(teacher.old):
             return loss

@@ -101,7 +101,7 @@ class Ccvr(FedAvg):
         def loss(number: int) -> Tensor:
             optimiser.param_groups[0]["lr"] = self.settings.lr * (1 + math.cos(math.pi * number / steps)) / 2
             batch = self.choose_batch(server.task, number, len(drawn.labels))
-            return self.measure_loss(self.networks.of(server.spec), drawn.select(batch))
+            return self.measure_loss(self.networks.build(server.spec), drawn.select(batch))
 
         cohort.train(NetworkTraining("head", {"heads": heads}, [optimiser], loss), steps)
         trained = {f"heads.{name}": tensor.detach().clone() for name, tensor in heads.state_dict().items()}
@@ -133,7 +133,7 @@ class Ccvr(FedAvg):
 
     def make_form(self, task: int, round: int) -> Form:
         """Return the outline of the sums of a task's classes."""
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         C, F = len(network.spec.tasks[task]), network.backbone.features
         second = {"outer": (C, F, F)} if self.settings.covariance == "full" else {"square": (C, F)}
         return {"classes": make_outline("class-statistics", {"weight": (C,), "sum": (C, F), **second}, torch.float64)}

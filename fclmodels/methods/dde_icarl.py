@@ -79,7 +79,7 @@ class DdeIcarl(Rehearsed):
 
     def create_server(self) -> Server:
         server = super().create_server()
-        features = self.networks.of(server.spec).backbone.features
+        features = self.networks.build(server.spec).backbone.features
         return replace(server, knowledge={**server.knowledge, DIRECTION: torch.zeros(features)})
 
     def add_payload(self, server: Server) -> Payload:
@@ -99,27 +99,27 @@ class DdeIcarl(Rehearsed):
     # On a client.
 
     def make_update_form(self, task: int, round: int) -> Form:
-        features = self.networks.of(self.run.make_spec(task + 1)).backbone.features
+        features = self.networks.build(self.run.make_spec(task + 1)).backbone.features
         outline = replace(make_outline("statistics", {"d": (features,)}), over="weight", of=DIRECTION)
         return {**super().make_update_form(task, round), DIRECTION: outline}
 
     def equip(self, training: LocalTraining, payload: Payload) -> None:
         training.add(Direction(payload[DIRECTION].tensors["d"]))
-        if teacher := training.find_part(LastModel):
+        if teacher := training.find_added(LastModel):
             inputs = self.run.batches.prepare_inputs(self.run.batches.read_raw(training.client.rows)).inputs
             features = torch.cat([teacher.answer(part)[0] for part in inputs.split(EMBED)])
             training.add(Neighbourhood(inputs, features))
 
     def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
-        direction = training.find_part(Direction)
+        direction = training.find_added(Direction)
         assert direction is not None
         moved = direction.value - payload[DIRECTION].tensors["d"]
         return {DIRECTION: {"d": moved * self.compute_client_weight(training)}}
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, teacher, near = training.network, training.find_part(LastModel), training.find_part(Neighbourhood)
+        network, teacher, near = training.network, training.find_added(LastModel), training.find_added(Neighbourhood)
         features = training.compute_features(batch)
-        if direction := training.find_part(Direction):
+        if direction := training.find_added(Direction):
             direction.follow(features)
         logits, labels = join_heads(network, features), find_columns(network.spec, batch.labels, batch.tasks)
         if teacher is None or near is None:

@@ -113,7 +113,7 @@ class Dytox(FedAvg):
 
     @cached_property
     def token_spec(self) -> dict[str, Any]:
-        width = self.networks.of(self.run.make_spec(1)).backbone.features
+        width = self.networks.build(self.run.make_spec(1)).backbone.features
         return {"width": width, "classes": [len(task.classes) for task in self.run.splits.tasks]}
 
     # On the server.
@@ -164,7 +164,7 @@ class Dytox(FedAvg):
         return build_task_tokens(self.token_spec).to(self.run.device).eval()
 
     def yield_epochs(self, training: LocalTraining) -> Iterator[Iterator[Batch]]:
-        tuning = training.find_part(Tuning)
+        tuning = training.find_added(Tuning)
         if tuning is not None:
             return iterate_stored_epochs(training.client, tuning.samples, self.settings.tuning_epochs)
         return iterate_joined_epochs(training.client, unpack_samples(training.client.memory))
@@ -174,8 +174,8 @@ class Dytox(FedAvg):
         embedded = embed_tokens(network, tokens, batch.inputs)
         logits = score_tokens(network, tokens, embedded)
         labels = find_columns(network.spec, batch.labels, batch.tasks)
-        last = training.find_part(LastTokenModel)
-        if last is None or training.find_part(Tuning) is not None:
+        last = training.find_added(LastTokenModel)
+        if last is None or training.find_added(Tuning) is not None:
             return compare_one_hot(logits, labels)
         answers = last.answer(batch.inputs)
         loss = compare_and_distil(logits, labels, answers, self.settings.temperature)
@@ -198,7 +198,7 @@ class Dytox(FedAvg):
         return {name: p for name, p in network.named_parameters() if not name.startswith(ENCODER)}
 
     def make_tune_form(self, task: int, round: int) -> Form:
-        tuned = self.select_tuned(self.networks.of(self.run.make_spec(task + 1)))
+        tuned = self.select_tuned(self.networks.build(self.run.make_spec(task + 1)))
         return {
             "update": Part("update", {name: p.to("meta") for name, p in tuned.items()}, over="weight"),
             "weight": make_outline("count", {"weight": ()}, torch.float64),
@@ -221,7 +221,7 @@ class Dytox(FedAvg):
 
     def group_parameters(self, training: LocalTraining) -> list[ParameterGroup]:
         """Return tuning's learning rate for all parameters while a client tunes."""
-        if training.find_part(Tuning) is None:
+        if training.find_added(Tuning) is None:
             return []
         return [ParameterGroup(list(training.parameters), self.tuning)]
 

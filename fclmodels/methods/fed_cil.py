@@ -253,7 +253,7 @@ class FedCil(FedAvg):
         training.add(GanTraining(gan, optimiser, own.to(device), sets["now"], past, server))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, of = training.network, training.find_part(GanTraining)
+        network, of = training.network, training.find_added(GanTraining)
         features = training.compute_features(batch)
         nll = self.compute_cross_entropy(network, features, batch.labels, training.client.task)
         if of is None:
@@ -262,7 +262,7 @@ class FedCil(FedAvg):
         return of.measure_critic(features, nll, columns, self.settings.consistency)
 
     def finish_step(self, training: LocalTraining) -> None:
-        if (of := training.find_part(GanTraining)) is not None:
+        if (of := training.find_added(GanTraining)) is not None:
             of.step_generator()
 
 

@@ -90,11 +90,11 @@ class FedCPrompt(AdapterTraining):
         loss = self.compute_cross_entropy(network, features, batch.labels, task)
         if not settings.lam:
             return loss
-        if prompts := training.find_part(Prompts):
+        if prompts := training.find_added(Prompts):
             own = flatten_prompts(training.parameters, task)
             further = contrast_prompts(own, prompts.start, prompts.earlier, settings.gamma, settings.margin)
             return loss + settings.lam * further
-        if models := training.find_part(Models):
+        if models := training.find_added(Models):
             with torch.no_grad():
                 start = self.compute_features(models.start, batch, task)
                 last = None if models.last is None else self.compute_features(models.last, batch, task)

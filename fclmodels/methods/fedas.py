@@ -102,7 +102,7 @@ class FedAs(FedAvg):
         return replace(moved, weights={**moved.weights, **heads})
 
     def make_update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         heads = {
             name: p.to("meta") for name, p in self.select_trainable(network, task).items() if name.startswith(HEADS)
         }
@@ -160,7 +160,7 @@ class FedAs(FedAvg):
 
     def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the client's heads, times T."""
-        trace = training.find_part(Trace)
+        trace = training.find_added(Trace)
         assert trace is not None
         heads = {name: p for name, p in training.parameters.items() if name.startswith(HEADS)}
         return {"heads": {name: p.detach() * trace.weight for name, p in heads.items()}}

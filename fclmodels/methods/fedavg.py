@@ -86,7 +86,7 @@ class FedAvg(Method):
             for name, change in changes.items()
         }
         networks = server.networks
-        if averaged := self.auxiliaries.list_at("averaged"):
+        if averaged := self.auxiliaries.list_by_place("averaged"):
             updates = {a.update_part: replies.sum(a.update_part) for a in averaged}
             networks = self.auxiliaries.average(networks, updates, shares["update"])
         return replace(server, weights={**server.weights, **moved}, networks=networks)
@@ -112,11 +112,9 @@ class FedAvg(Method):
 
     def make_update_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's update, its weight, and changes of running statistics where they travel."""
-        network = self.networks.of(self.run.make_spec(task + 1))
-        personal, unsent = (
-            self.network.list_personal_names(network),
-            self.network.list_unsent_names(network, task, round),
-        )
+        network = self.networks.build(self.run.make_spec(task + 1))
+        personal = self.network.list_personal_names(network)
+        unsent = self.network.list_unsent_names(network, task, round)
         update = {name: p.to("meta") for name, p in self.select_trainable(network, task).items() if name not in unsent}
         parts = {
             "update": Part("update", update, over="weight"),
@@ -216,9 +214,8 @@ class FedAvg(Method):
     # The loss.
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        return self.compute_cross_entropy(
-            training.network, training.compute_features(batch), batch.labels, training.client.task
-        )
+        features = training.compute_features(batch)
+        return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
 
     def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return the cross entropy over all classes so far, or the task's (own head, or `model.loss_over: task`)."""

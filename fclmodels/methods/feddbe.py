@@ -103,23 +103,21 @@ class FedDbe(FedAvg):
     def make_payload(self, server: Server) -> Payload:
         if "consensus" not in server.knowledge:
             return super().make_payload(server)
-        return {
-            **super().make_payload(server),
-            "consensus": Part("prototype", server.knowledge["consensus"], once=True),
-        }
+        consensus = Part("prototype", server.knowledge["consensus"], once=True)
+        return {**super().make_payload(server), "consensus": consensus}
 
     # On a client.
 
     def make_mean_form(self, task: int, round: int) -> Form:
         """Return the outline of a client's running mean, times its number of samples, and that number."""
-        features = self.networks.of(self.run.make_spec(task + 1)).backbone.features
+        features = self.networks.build(self.run.make_spec(task + 1)).backbone.features
         return {"means": make_outline("prototype", {"weight": (1,), "sum": (1, features)}, torch.float64)}
 
     def send_mean(self, client: Client, payload: Payload) -> Answer:
         """Return the running mean of a client's features at the end of a training, and its memory as it was."""
         training = self.prepare_training(client, payload)
         training.run()
-        mean = training.find_part(RunningMean)
+        mean = training.find_added(RunningMean)
         assert mean is not None
         assert mean.value is not None
         count = torch.tensor([len(client.rows)], dtype=torch.float64)
@@ -132,11 +130,8 @@ class FedDbe(FedAvg):
             training.add(Shift(training.client.memory.get("shift", torch.zeros_like(consensus)), consensus))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        features, mean, shift = (
-            training.compute_features(batch),
-            training.find_part(RunningMean),
-            training.find_part(Shift),
-        )
+        features = training.compute_features(batch)
+        mean, shift = training.find_added(RunningMean), training.find_added(Shift)
         r = None if mean is None else mean.follow(features)
         if shift is None:
             return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
@@ -148,14 +143,14 @@ class FedDbe(FedAvg):
     @torch.no_grad()
     def change_gradients(self, training: LocalTraining) -> None:
         """Take the step of the client's vector, beside the model's."""
-        shift = training.find_part(Shift)
+        shift = training.find_added(Shift)
         if shift is not None and shift.vector.grad is not None:
             rate = training.lr if self.settings.shift_lr is None else self.settings.shift_lr
             shift.vector.sub_(shift.vector.grad, alpha=rate)
             shift.vector.grad = None
 
     def remember(self, training: LocalTraining) -> Memory:
-        shift, memory = training.find_part(Shift), super().remember(training)
+        shift, memory = training.find_added(Shift), super().remember(training)
         return memory if shift is None else {**memory, "shift": shift.vector.detach().clone()}
 
     def make_client_predictor(self, client: Client, payload: Payload) -> Predictor:

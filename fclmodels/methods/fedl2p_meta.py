@@ -92,7 +92,7 @@ class FedL2pMeta(FedAvg):
         super().__init__(settings, run, SharedNetwork(run, settings.batch_norm))
 
     def list_auxiliary_networks(self) -> list[Auxiliary]:
-        spec = describe_steering(self.networks.of(self.run.make_spec(1)), self.settings.lr)
+        spec = describe_steering(self.networks.build(self.run.make_spec(1)), self.settings.lr)
         return [Auxiliary(STEERING, spec, Steering, "server")]
 
     def steers(self, task: int, round: int) -> bool:

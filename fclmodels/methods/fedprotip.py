@@ -111,10 +111,8 @@ class FedProTIP(FedAvg):
         )
 
     def list_remarks(self, knowledge: Any) -> list[str]:
-        return [
-            *self.subspace.list_remarks(knowledge),
-            *(self.identity.list_remarks(knowledge) if self.identity else []),
-        ]
+        of_tasks = self.identity.list_remarks(knowledge) if self.identity else []
+        return [*self.subspace.list_remarks(knowledge), *of_tasks]
 
     # Training: projected on the clients, or with `projection: global` on the server.
 

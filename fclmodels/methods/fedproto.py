@@ -106,7 +106,7 @@ class FedProto(FedAvg):
 
     def start_task(self, server: Server, task: int) -> Server:
         started = super().start_task(server, task)
-        features = self.networks.of(started.spec).backbone.features
+        features = self.networks.build(started.spec).backbone.features
         total = moments(torch.zeros(0, features), torch.zeros(0, dtype=torch.int64), started.spec.label_count)
         for name, old in server.knowledge.get("prototypes", {}).items():
             total[name][: len(old)] = old
@@ -119,7 +119,7 @@ class FedProto(FedAvg):
         return {**super().make_payload(server), "prototypes": Part("prototype", tensors)}
 
     def make_update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         rows = len(network.spec.tasks[task]), network.backbone.features
         outline = make_outline("prototype", {"weight": rows[:1], "sum": rows}, torch.float64, bound=BOUND)
         return {**super().make_update_form(task, round), "moments": outline}
@@ -158,7 +158,7 @@ class FedProto(FedAvg):
         training.add(Prototypes(**payload["prototypes"].tensors))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        features, prototypes = training.compute_features(batch), training.find_part(Prototypes)
+        features, prototypes = training.compute_features(batch), training.find_added(Prototypes)
         loss = self.compute_cross_entropy(training.network, features, batch.labels, training.client.task)
         if prototypes is None or not self.settings.lam:
             return loss

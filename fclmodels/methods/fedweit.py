@@ -151,7 +151,7 @@ class FedWeit(FedAvg):
 
     def outline(self, task: int, rows: bool) -> Part:
         """Return the outline of some rows of each weight, or of some entries."""
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         shapes = {name: network.get_parameter(name).shape[1:] if rows else () for name in list_decomposed(network)}
         values = {name: torch.empty(0, *shape, device="meta") for name, shape in shapes.items()}
         places = {name: torch.empty(0, dtype=torch.int32, device="meta") for name in shapes}
@@ -159,7 +159,7 @@ class FedWeit(FedAvg):
 
     def report(self, training: LocalTraining, payload: Payload, loss: float) -> Answer:
         """Return the channels of B that count most in the client's task, and its memory."""
-        of = training.find_part(Decomposition)
+        of = training.find_added(Decomposition)
         assert of is not None
         places = {name: choose_channels(mask, self.settings.sparsity) for name, mask in of.mask.items()}
         values = {name: of.base[name].detach()[rows.long()] for name, rows in places.items()}
@@ -173,11 +173,8 @@ class FedWeit(FedAvg):
         others = Others(unpack_added(payload))
         present = client.memory.get("present", {"task": -1})
         if present["task"] != client.task:
-            present = {
-                **draw_present(base, len(others.parts), client.make_generator("masks")),
-                "start": base,
-                "local": {},
-            }
+            drawn = draw_present(base, len(others.parts), client.make_generator("masks"))
+            present = {**drawn, "start": base, "local": {}}
         network = self.networks.load(spec, {**base, **self.network.draw_undownloaded(spec), **present["local"]})
         self.set_modes(network, client.task)
         training = LocalTraining(self, client, network, base)
@@ -189,7 +186,7 @@ class FedWeit(FedAvg):
         return training
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        of, network, task = training.find_part(Decomposition), training.network, training.client.task
+        of, network, task = training.find_added(Decomposition), training.network, training.client.task
         if of is None:
             return super().compute_loss(training, batch)
         weights = {name.removeprefix("backbone."): theta for name, theta in of.compose().items()}
@@ -207,7 +204,7 @@ class FedWeit(FedAvg):
     @torch.no_grad()
     def finish_step(self, training: LocalTraining) -> None:
         """Take the implicit step of the drift term: B - B_start shrinks by 1 / (1 + lr drift sum_i sigmoid(m_i)^2)."""
-        of = training.find_part(Decomposition)
+        of = training.find_added(Decomposition)
         if of is None:
             return
         for name, stiff in of.stiffness.items():
@@ -216,7 +213,7 @@ class FedWeit(FedAvg):
             B.copy_(start + (B - start) * share.view(-1, *[1] * (B.ndim - 1)))
 
     def remember(self, training: LocalTraining) -> Memory:
-        of, client = training.find_part(Decomposition), training.client
+        of, client = training.find_added(Decomposition), training.client
         assert of is not None
         own = f"heads.{client.task}."
         state = training.network.state_dict()

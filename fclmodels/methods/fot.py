@@ -155,7 +155,7 @@ class Fot(FedAvg):
 
     def make_sketch_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sketches; under noise of the clipped ones, with a share of each layer."""
-        layers = self.subspace.list_layers(self.networks.of(self.run.make_spec(task + 1)))
+        layers = self.subspace.list_layers(self.networks.build(self.run.make_spec(task + 1)))
         shapes = {name: (layer.width, self.limit_sketch_width(layer)) for name, layer in layers.items()}
         if self.is_private:
             root = len(layers) ** 0.5

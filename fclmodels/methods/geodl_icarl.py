@@ -36,7 +36,7 @@ class GeodlIcarl(Rehearsed):
     settings: Settings
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, teacher, features = training.network, training.find_part(LastModel), training.compute_features(batch)
+        network, teacher, features = training.network, training.find_added(LastModel), training.compute_features(batch)
         logits, labels = join_heads(network, features), find_columns(network.spec, batch.labels, batch.tasks)
         loss = cross_entropy(logits, labels)
         if teacher is None or not len(teacher.old):

@@ -71,7 +71,7 @@ class Glfc(Rehearsed):
         return self.proxy.note_entropy(client, network, memory)
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
+        teacher, (logits, labels) = training.find_added(LastModel), self.score(training, batch)
         gaps, task = measure_gaps(logits, labels), training.client.task
         weights = compensate(gaps, batch.tasks < task) if task else torch.ones_like(gaps)
         right = weigh_cross_entropy(logits, find_targets(None, logits, labels, batch.inputs), weights)

@@ -28,7 +28,7 @@ class GlfcFot(Replaying):
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if training.client.task == 0:
             return super().compute_loss(training, batch)
-        if replay := training.find_part(Replay):
+        if replay := training.find_added(Replay):
             batch = Batch.concatenate([batch, replay.draw()])
         losses = self.list_losses(training.network, training.compute_features(batch), batch)
         gaps = 1 - (-losses.detach().float()).exp()

@@ -25,4 +25,4 @@ class Icarl(Rehearsed):
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         logits, labels = self.score(training, batch)
-        return weigh_cross_entropy(logits, find_targets(training.find_part(LastModel), logits, labels, batch.inputs))
+        return weigh_cross_entropy(logits, find_targets(training.find_added(LastModel), logits, labels, batch.inputs))

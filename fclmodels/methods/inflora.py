@@ -65,9 +65,8 @@ class InfLora(AdapterTraining):
 
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
-        self.ask_new_inputs = self.declare(
-            Exchange("new-inputs", self.make_payload_without_own, self.answer, self.make_form)
-        )
+        new_inputs = Exchange("new-inputs", self.make_payload_without_own, self.answer, self.make_form)
+        self.ask_new_inputs = self.declare(new_inputs)
         self.ask_inputs = self.declare(Exchange("inputs", self.make_payload, self.answer, self.make_form))
 
     @property
@@ -76,7 +75,7 @@ class InfLora(AdapterTraining):
 
     def list_maps(self, task: int) -> list[LinearMap]:
         """Return the maps that a task changes."""
-        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
+        adapted = get_backbone(self.networks.build(self.run.make_spec(task + 1)))
         assert isinstance(adapted, LowRank)
         return adapted.maps
 

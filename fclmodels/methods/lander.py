@@ -44,7 +44,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.auxiliary_networks import Auxiliary
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.parts.data_free_synthesis import Synthesis
-from fclmodels.methods.parts.distillation import Teacher, distill_heads
+from fclmodels.methods.parts.distillation import Teacher, distil_heads
 from fclmodels.methods.parts.label_synthesis import LabelSynthesis, LabelSynthesisSettings, bound
 from fclmodels.methods.parts.synthetic_replay import SyntheticReplay
 from fclmodels.storage.digests import digest_file
@@ -77,7 +77,7 @@ class Lander(SyntheticReplay):
 
     def build_map(self, spec: Mapping[str, Any]) -> nn.Module:
         """Return M, from features to embeddings."""
-        return nn.Linear(self.networks.of(self.run.make_spec(1)).backbone.features, self.embeddings.shape[1])
+        return nn.Linear(self.networks.build(self.run.make_spec(1)).backbone.features, self.embeddings.shape[1])
 
     @cached_property
     def embeddings(self) -> Tensor:
@@ -173,20 +173,20 @@ class Lander(SyntheticReplay):
         training.add(Texts(payload[EMBEDDINGS].tensors["rows"], last))
 
     def learn(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
-        texts, of = training.find_part(Texts), self.settings
+        texts, of = training.find_added(Texts), self.settings
         loss = super().learn(training, features, labels)
         if texts and of.ltc:
             loss = loss + of.ltc * bound(training.networks[MAP][0](features), texts.embeddings[labels], of.radius)
         return loss if training.client.task == 0 else self.weigh(training.client.task)[0] * loss
 
     def imitate(self, training: LocalTraining, inputs: Tensor, teacher: Teacher) -> Tensor:
-        network, texts, of = training.network, training.find_part(Texts), self.settings
+        network, texts, of = training.network, training.find_added(Texts), self.settings
         assert texts is not None
         features = network.backbone(inputs)
         with torch.no_grad():
             right = teacher.backbone(inputs)
             mapped = linear(right, texts.last["weight"], texts.last["bias"])
-        loss = distill_heads(network, features, teacher.answer(right), of.temperature)
+        loss = distil_heads(network, features, teacher.answer(right), of.temperature)
         return self.weigh(training.client.task)[1] * (loss + mse_loss(training.networks[MAP][0](features), mapped))
 
     def weigh(self, task: int) -> tuple[float, float]:
@@ -195,13 +195,13 @@ class Lander(SyntheticReplay):
         return weigh(old, classes, self.settings.cur, self.settings.pre)
 
     def note(self, training: LocalTraining, loss: Tensor, batch: Batch) -> None:
-        texts, client = training.find_part(Texts), training.client
+        texts, client = training.find_added(Texts), training.client
         if texts and training.progress[1] == client.round * self.run.params.federation.local_epochs:
             texts.loss += loss.detach() * len(batch.labels)
             texts.samples += len(batch.labels)
 
     def make_further_parts(self, training: LocalTraining, payload: Payload) -> Mapping[str, Mapping[str, Tensor]]:
-        texts = training.find_part(Texts)
+        texts = training.find_added(Texts)
         if texts is None or not self.chooses(training.client.task):
             return {}
         weight = torch.tensor(self.compute_client_weight(training), dtype=torch.float64)

@@ -96,7 +96,7 @@ class Lga(Rehearsed):
         return self.proxy.note_entropy(client, network, memory)
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, (logits, labels) = training.find_part(LastModel), self.score(training, batch)
+        teacher, (logits, labels) = training.find_added(LastModel), self.score(training, batch)
         weights = balance(measure_gaps(logits, labels), batch.tasks, training.client.task)
         loss = weigh_cross_entropy(logits, find_targets(None, logits, labels, batch.inputs), weights)
         if teacher is None:

@@ -89,7 +89,7 @@ class Lorm(AdapterTraining):
 
     def list_factors(self, task: int, factor: str) -> dict[str, str]:
         """Return the layer of each of a task's factors, by the factor's name."""
-        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
+        adapted = get_backbone(self.networks.build(self.run.make_spec(task + 1)))
         assert isinstance(adapted, LowRank)
         return {name_factor(task, index, factor): of.layer for index, of in enumerate(adapted.maps)}
 
@@ -100,7 +100,7 @@ class Lorm(AdapterTraining):
 
     def list_widths(self, task: int, layers: Mapping[str, str]) -> dict[str, int]:
         """Return the width of each layer among the values."""
-        adapted = get_backbone(self.networks.of(self.run.make_spec(task + 1)))
+        adapted = get_backbone(self.networks.build(self.run.make_spec(task + 1)))
         widths = {}
         for name in layers.values():
             is_head = name.startswith(HEAD)
@@ -143,7 +143,7 @@ class Lorm(AdapterTraining):
 
     def make_update_form(self, task: int, round: int) -> Form:
         """Return the outlines of the head's bias, and of products and sums for one factor and the head's weight."""
-        form, network = super().make_update_form(task, round), self.networks.of(self.run.make_spec(task + 1))
+        form, network = super().make_update_form(task, round), self.networks.build(self.run.make_spec(task + 1))
         biases = {n: t for n, t in form["update"].tensors.items() if n.startswith(HEAD) and n.endswith("bias")}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in (self.list_factors(task, choose_factor(round)) | self.list_head(task)).items():

@@ -110,7 +110,7 @@ class Mfcl(FedAvg):
         return bool(self.settings.w_ft or self.settings.w_kd)
 
     def list_advice(self) -> list[str]:
-        if self.replays and not list_statistics(self.networks.of(self.run.make_spec(1))):
+        if self.replays and not list_statistics(self.networks.build(self.run.make_spec(1))):
             return [
                 "the network has no running statistics of batch normalisation: w_bn counts for nothing, and images "
                 "follow the classes alone"
@@ -197,7 +197,7 @@ class Mfcl(FedAvg):
             training.add(DrawnImages(teacher, generator, size))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        network, images, count = training.network, training.find_part(DrawnImages), len(batch.labels)
+        network, images, count = training.network, training.find_added(DrawnImages), len(batch.labels)
         if images is None:
             return self.learn_new(training, training.compute_features(batch), batch.labels)
         drawn, drawn_columns = images.draw(self.run.device)

@@ -75,7 +75,7 @@ class NearestPrototype(FedAvg):
         return {**super().make_payload(server), "heard": Part("count", {"clients": server.knowledge["heard"]})}
 
     def make_update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         return {"moments": self.backbone.make_moments_form(network, task, BOUND)}
 
     def aggregate(self, server: Server, replies: Replies) -> Server:

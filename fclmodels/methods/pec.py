@@ -149,9 +149,9 @@ class Pec(FedAvg):
         start, labels = payload["weights"].tensors, self.run.make_spec(client.task + 1).tasks[client.task]
         students = nn.ModuleDict({str(label): self.draw_student() for label in labels}).to(self.run.device)
         students.load_state_dict(start)
-        training = LocalTraining(self, client, self.networks.of(self.run.make_spec(client.task + 1)), {})
+        training = LocalTraining(self, client, self.networks.build(self.run.make_spec(client.task + 1)), {})
         training.networks = {
-            "students": (students, Auxiliary("students", {}, nn.Module, "client", self.choose_optimizer(client)))
+            "students": (students, Auxiliary("students", {}, nn.Module, "client", self.choose_optimiser(client)))
         }
         training.parameters = {}  # students train beside the model
         loss = training.run()
@@ -180,7 +180,7 @@ class Pec(FedAvg):
             losses.append((students.get_submodule(str(label))(batch.inputs[mine]) - targets[mine]).square().mean())
         return torch.stack(losses).sum()
 
-    def choose_optimizer(self, client: Client) -> OptimizerSettings:
+    def choose_optimiser(self, client: Client) -> OptimizerSettings:
         """Return the run's optimiser with a learning rate that falls linearly to 0 over the task."""
         federation = self.run.params.federation
         epochs = federation.local_epochs * self.run.count_rounds(client.task)

@@ -129,13 +129,13 @@ class PFedDil(FedAvg):
         return self.networks.load(after, self.network.grow(one["weights"], before, after)).eval()
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        loss, stored = super().compute_loss(training, batch), training.find_part(Stored)
+        loss, stored = super().compute_loss(training, batch), training.find_added(Stored)
         if stored is None or not stored.models or not self.settings.migration:
             return loss
         return loss + self.settings.migration * measure_migration(training.parameters, stored.models, stored.relevances)
 
     def remember(self, training: LocalTraining) -> Memory:
-        present, memory = training.find_part(Present), super().remember(training)
+        present, memory = training.find_added(Present), super().remember(training)
         assert present is not None
         weights = {name: tensor.clone() for name, tensor in training.network.state_dict().items()}
         return {**memory, "present": {**present.facts, "weights": weights}}
@@ -166,10 +166,8 @@ class PFedDil(FedAvg):
         """Return an auxiliary head after passes over features [n, F] and whether they are the model's own [n]."""
         start = aux or {"weight": torch.zeros(features.shape[1]), "bias": torch.zeros(())}
         head = {name: nn.Parameter(tensor.cpu().clone()) for name, tensor in start.items()}
-        optimiser, random = (
-            make_optimiser(self.run.params.optimizer, list(head.values()), 0),
-            client.make_generator("aux"),
-        )
+        optimiser = make_optimiser(self.run.params.optimizer, list(head.values()), 0)
+        random = client.make_generator("aux")
         for _ in range(self.settings.aux_epochs):
             for places in torch.randperm(len(features), generator=random).split(self.run.params.federation.batch_size):
                 optimiser.zero_grad()

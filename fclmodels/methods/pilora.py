@@ -123,10 +123,8 @@ class PiLora(AdapterTraining):
     def make_update_form(self, task: int, round: int) -> Form:
         form = super().make_update_form(task, round)
         factors = {name: t for name, t in form["update"].tensors.items() if name.startswith(PROMPTS)}
-        rows = (
-            len(self.run.make_spec(task + 1).tasks[task]),
-            self.networks.of(self.run.make_spec(task + 1)).backbone.features,
-        )
+        spec = self.run.make_spec(task + 1)
+        rows = len(spec.tasks[task]), self.networks.build(spec).backbone.features
         shapes = {"weight": rows[:1], "sum": rows, "centre": rows}
         centres = make_outline("prototype", shapes, torch.float64, least="each")
         return {**form, "update": replace(form["update"], tensors=factors), "centres": centres}

@@ -56,9 +56,8 @@ class Podnet(Rehearsed):
     def __init__(self, settings: Settings, run: Run) -> None:
         super().__init__(settings, run)
         self.classifier = ProxyClassifier(settings, run, self.auxiliaries, self.load_final)
-        self.introduce = self.declare(
-            Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
-        )
+        introduce = Exchange("introduce", self.make_payload, self.sum_moments, self.make_moments_form)
+        self.introduce = self.declare(introduce)
         self.tune = self.declare(
             Exchange("tune", self.make_payload, self.classifier.tune_proxies, self.classifier.make_tune_form)
         )

@@ -13,7 +13,7 @@ from fclmodels.federation.messages import Payload
 from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import AnchoredParameters, AnchorSettings, anchor_payload, anchor_to, rows
+from fclmodels.methods.parts.anchor import AnchoredParameters, AnchorSettings, anchor_payload, anchor_to, flatten_rows
 
 
 class ProxAnchor(FedAvg):
@@ -43,10 +43,10 @@ class ProxAnchor(FedAvg):
 
     @torch.no_grad()
     def change_gradients(self, training: LocalTraining) -> None:
-        anchored, gradients = training.find_part(AnchoredParameters), training.gradients
+        anchored, gradients = training.find_added(AnchoredParameters), training.gradients
         if anchored is None:
             return
         for name, anchor in anchored.anchor.items():
             if name in gradients:
-                rows(gradients[name], anchor).add_(anchored.parameters[name] - anchor, alpha=self.settings.mu)
+                flatten_rows(gradients[name], anchor).add_(anchored.parameters[name] - anchor, alpha=self.settings.mu)
         anchored.pull_statistics(min(1.0, training.lr * self.settings.mu))

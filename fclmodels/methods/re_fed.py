@@ -92,6 +92,5 @@ class ReFed(FedAvg):
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         if "samples" not in training.client.memory:
             return super().compute_loss(training, batch)
-        return self.compute_cross_entropy_by_task(
-            training.network, training.compute_features(batch), batch.labels, batch.tasks
-        )
+        features = training.compute_features(batch)
+        return self.compute_cross_entropy_by_task(training.network, features, batch.labels, batch.tasks)

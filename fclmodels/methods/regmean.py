@@ -64,7 +64,7 @@ class RegMean(FedAvg):
 
     def find_merged(self, task: int) -> dict[str, Layer]:
         """Return the layers whose weights a task trains, by name."""
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         trained = self.select_trainable(network, task)
         layers = find_layers(network, self.run.splits.shape)
         return {name: layer for name, layer in layers.items() if layer.weight in trained}

@@ -66,9 +66,8 @@ class RgoApprox(FedAvg):
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         count = max(1, round(self.settings.share * len(cohort.clients)))
-        order = torch.randperm(
-            len(cohort.clients), generator=self.run.make_generator("curvature", server.task)
-        ).tolist()
+        random = self.run.make_generator("curvature", server.task)
+        order = torch.randperm(len(cohort.clients), generator=random).tolist()
         cohort.ask(self.measure, server, clients=sorted(cohort.clients[place] for place in order[:count]))
         return server
 
@@ -106,7 +105,7 @@ class RgoApprox(FedAvg):
     def change_gradients(self, training: LocalTraining) -> None:
         """Replace the gradient G [out, d] of a layer's weight by G P."""
         gradients = training.gradients
-        for layer, curvature in training.find_part(Curvatures) or ():
+        for layer, curvature in training.find_added(Curvatures) or ():
             if (gradient := gradients.get(layer.weight)) is not None:
                 live = layer.select_live(gradient)
                 live.copy_(curvature.precondition(live.flatten(1)).view_as(live))

@@ -55,7 +55,7 @@ class Ridge(FedAvg):
 
     def load_network(self, client: Client, payload: Payload) -> Network:
         """Return the frozen network, which no client downloads."""
-        return self.networks.of(self.run.make_spec(client.task + 1))
+        return self.networks.build(self.run.make_spec(client.task + 1))
 
     def compute_features(self, network: Network, batch: Batch) -> Tensor:
         """Return the features [B, F] of a batch on the frozen backbone."""

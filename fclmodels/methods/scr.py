@@ -75,15 +75,12 @@ class Scr(FedAvg):
             raise UserError("methods.scr alters images for second views, these samples are texts. Use er.")
         super().__init__(settings, run)
         self.store = self.declare(Exchange("remember", lambda: {}, self.store_samples))
-        self.ask_means = self.declare(
-            Exchange("means", self.make_means_payload, self.add_up_features, self.make_means_form)
-        )
+        means = Exchange("means", self.make_means_payload, self.add_up_features, self.make_means_form)
+        self.ask_means = self.declare(means)
 
     def list_auxiliary_networks(self) -> list[Auxiliary]:
-        spec = {
-            "features": self.networks.of(self.run.make_spec(1)).backbone.features,
-            "outputs": self.settings.projection,
-        }
+        features = self.networks.build(self.run.make_spec(1)).backbone.features
+        spec = {"features": features, "outputs": self.settings.projection}
         return [Auxiliary("projection", spec, build_projection, "averaged", self.run.params.optimizer)]
 
     # On the server.
@@ -115,7 +112,7 @@ class Scr(FedAvg):
         training.add(Views(training.client, self.settings.replayed))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        views, (projection, _) = training.find_part(Views), training.networks["projection"]
+        views, (projection, _) = training.find_added(Views), training.networks["projection"]
         one, other, labels = views.draw(batch) if views else (batch.inputs, batch.inputs, batch.labels)
         outputs = [normalize(projection(training.network.backbone(inputs))) for inputs in (one, other)]
         return contrast(torch.cat(outputs), labels.repeat(2), self.settings.temperature)
@@ -126,7 +123,7 @@ class Scr(FedAvg):
 
     def make_means_form(self, task: int, round: int) -> Form:
         tasks = task + 1 if self.settings.memory_of == "each-task" else 1
-        return {"means": outline_sums(self.networks.of(self.run.make_spec(task + 1)), tasks * self.settings.memory)}
+        return {"means": outline_sums(self.networks.build(self.run.make_spec(task + 1)), tasks * self.settings.memory)}
 
     def add_up_features(self, client: Client, payload: Payload) -> Answer:
         """Return the sums of a client's stored samples' features, and their numbers."""

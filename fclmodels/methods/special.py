@@ -102,9 +102,8 @@ class Special(FedAvg):
         before = averaged.knowledge["val"]
         means = {name: (1 - sampled) * before.get(name, 0.0) + sampled * float(total) for name, total in val.items()}
         loss = means["loss"] / means["samples"] * (2 * guessing if noise else 1)
-        search = Search(**averaged.knowledge["search"]).finish_step(
-            loss, guessing, self.settings.tolerance, rounds / sampled
-        )
+        search = Search(**averaged.knowledge["search"])
+        search = search.add_round(loss, guessing, self.settings.tolerance, rounds / sampled)
         radius = search.compute_radius(drift, last=averaged.knowledge["rounds"] == rounds)
         share = share_within(radius, measure_distance(averaged.weights, averaged.knowledge["anchor"]))
         return set_knowledge(averaged, search=asdict(search), share=share, val=means)

@@ -75,6 +75,6 @@ class SpecialC(FedAvg):
 
     @torch.no_grad()
     def finish_step(self, training: LocalTraining) -> None:
-        anchored, c = training.find_part(AnchoredParameters), self.weigh_anchor(training.lr)
+        anchored, c = training.find_added(AnchoredParameters), self.weigh_anchor(training.lr)
         if anchored:
             anchored.pull(c / (1 + c))

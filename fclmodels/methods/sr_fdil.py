@@ -133,7 +133,7 @@ class SrFdil(FedAvg):
     # On a client.
 
     def make_sums_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         rows = len(network.spec.tasks[task]), network.backbone.features
         return {"means": make_outline("prototype", {"weight": rows[:1], "sum": rows}, torch.float64)}
 

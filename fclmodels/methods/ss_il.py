@@ -51,12 +51,12 @@ class SsIl(Rehearsed):
         return training.client.yield_epochs()
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        if replay := training.find_part(Replay):
+        if replay := training.find_added(Replay):
             batch = Batch.concatenate([batch, replay.draw(self.settings.replay)])
         logits, labels = self.score(training, batch)
         *_, new = columns = list_task_columns(training.network.spec, logits.device)
         loss = separated_cross_entropy(logits, labels, new)
-        if (teacher := training.find_part(LastModel)) is None:
+        if (teacher := training.find_added(LastModel)) is None:
             return loss
         answers = teacher.answer(batch.inputs)[1]
         return loss + distil_by_task(logits, answers, list_old_groups(columns), self.settings.temperature)

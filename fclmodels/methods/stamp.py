@@ -132,14 +132,14 @@ class Stamp(FedAvg):
         features = training.compute_features(batch)
         loss = self.compute_cross_entropy(network, features, batch.labels, int(batch.tasks[0]))
         if self.settings.protonet:
-            past = training.find_part(PastTasks)
+            past = training.find_added(PastTasks)
             prototypes = past.compute_prototypes(training) if past else make_no_prototypes(features)
             loss = loss + self.settings.protonet * prototype_loss(features, batch.labels, *prototypes)
         return loss
 
     def change_gradients(self, training: LocalTraining) -> None:
         """Replace gradients, under `temporal: step`, by GA of the current gradient and one of each past task."""
-        past = training.find_part(PastTasks)
+        past = training.find_added(PastTasks)
         if past is None:
             return
         if self.settings.temporal == "algorithm1":
@@ -164,7 +164,7 @@ class Stamp(FedAvg):
 
     def finish_training(self, training: LocalTraining) -> None:
         """Move from the round's start by GA of a vector of the current task and one of each past task."""
-        past = training.find_part(PastTasks)
+        past = training.find_added(PastTasks)
         if past is None or self.settings.temporal not in ("algorithm1", "round"):
             return
         client, moved = training.client, training.measure_movement(training.start)

@@ -34,7 +34,7 @@ from fclmodels.federation.server import Server
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.federation.training.optimisers import read_optimiser_state, restore_optimiser
 from fclmodels.methods.parts.data_free_synthesis import Synthesis, make_adam
-from fclmodels.methods.parts.distillation import Teacher, distill_heads
+from fclmodels.methods.parts.distillation import Teacher, distil_heads
 from fclmodels.methods.parts.image_generator import ImageGenerator
 from fclmodels.methods.parts.joined_heads import count_columns
 from fclmodels.methods.parts.synthetic_replay import SyntheticReplay
@@ -79,7 +79,7 @@ class Target(SyntheticReplay):
 def imitate(training: LocalTraining, inputs: Tensor, teacher: Teacher, of: Target.Settings) -> Tensor:
     """Return kd times the distillation loss of synthetic images, over the teacher's classes."""
     network = training.network
-    return of.kd * distill_heads(network, network.backbone(inputs), teacher.compute_logits(inputs), of.temperature)
+    return of.kd * distil_heads(network, network.backbone(inputs), teacher.compute_logits(inputs), of.temperature)
 
 
 class TargetSynthesis(Synthesis):

@@ -88,7 +88,7 @@ def sum_bytes_by_task(folders: Sequence[Path | str]) -> pl.DataFrame:
     return pl.concat(frames)
 
 
-def summarize_ledger(group: Group) -> pl.DataFrame:
+def summarise_ledger(group: Group) -> pl.DataFrame:
     """Return what passed between clients and server and what clients keep, part by part.
 
     Columns: direction, part, kind, least (what the method needs of it: "sum" or "each"), in_rounds and at_end (whether
@@ -123,13 +123,13 @@ class Overview(NamedTuple):
     leaves: tuple[str, ...]  # kinds of what clients send, the largest first; none where all samples lie in one place
 
 
-def summarize_groups(groups: Sequence[Group]) -> list[Overview]:
+def summarise_groups(groups: Sequence[Group]) -> list[Overview]:
     """Return the few facts of each group that a first look needs."""
     overviews = []
     for group in groups:
         readings = list_readings([group])
         task_not_given = "task_predicted" if "task_predicted" in readings else "task_agnostic"
-        sent = summarize_ledger(group).filter(pl.col("direction") == "up")
+        sent = summarise_ledger(group).filter(pl.col("direction") == "up")
         by_kind = sent.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
         traffic = fmean(run.result.bytes_up + run.result.bytes_down for run in group.runs)
         seconds = fmean(run.result.seconds for run in group.runs)
@@ -140,7 +140,7 @@ def summarize_groups(groups: Sequence[Group]) -> list[Overview]:
 
 def _measure_fall(group: Group, reading: str) -> Fall:
     metrics = [run.metrics.get(reading, {}) for run in group.runs]
-    return Fall(*(mean_and_std([of.get(name) for of in metrics])[0] for name in ("learning_acc", "acc")))
+    return Fall(*(compute_mean_and_std([of.get(name) for of in metrics])[0] for name in ("learning_acc", "acc")))
 
 
 def list_readings(groups: Iterable[Group]) -> list[str]:
@@ -148,7 +148,7 @@ def list_readings(groups: Iterable[Group]) -> list[str]:
     return sort_readings(reading for group in groups for run in group.runs for reading in run.metrics)
 
 
-def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+def compute_mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Return mean and sample standard deviation: both None where a value is missing, the latter for a single value."""
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
@@ -164,9 +164,9 @@ def _build_row(reading: str, group: Group) -> dict[str, str | int | float | None
     row: dict[str, str | int | float | None] = {"reading": reading, "method": group.label, "seeds": len(group.runs)}
     for name in METRICS:
         values = [run.metrics.get(reading, {}).get(name) for run in group.runs]
-        row[name], row[f"{name}_std"] = mean_and_std(values)
+        row[name], row[f"{name}_std"] = compute_mean_and_std(values)
     for name in COSTS:
-        row[name], row[f"{name}_std"] = mean_and_std([run.costs[name] for run in group.runs])
+        row[name], row[f"{name}_std"] = compute_mean_and_std([run.costs[name] for run in group.runs])
     return row
 
 

@@ -20,7 +20,7 @@ from fclmodels.metrics import accuracy_curve
 from fclmodels.report import labels
 from fclmodels.report.charts.contact_sheets import draw_sheets
 from fclmodels.report.charts.line_charts import LineChart, Series, draw_line_chart
-from fclmodels.report.comparison import compare_groups, list_readings, mean_and_std, summarize_groups
+from fclmodels.report.comparison import compare_groups, compute_mean_and_std, list_readings, summarise_groups
 from fclmodels.report.formatting import format_bytes, format_duration, format_number, format_percent, format_points
 from fclmodels.report.paired_differences import pair_groups
 from fclmodels.report.paper_figures import collect_figures
@@ -30,6 +30,7 @@ from fclmodels.report.sections.knowledge import draw_prototypes
 from fclmodels.report.sections.matrices import build_accuracy_matrix, build_confusion_matrices, build_task_table
 from fclmodels.report.sections.monitors import build_monitors, draw_used_shares
 from fclmodels.report.sections.sweeps import draw_sweeps
+from fclmodels.storage.files import replace_file
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -41,10 +42,8 @@ DENSE = 12  # matrices of more tasks show colours only
 def write_page(folders: Sequence[Path | str], path: Path) -> None:
     """Write the page to a file; an old one stays complete until the new one is."""
     text = render_page(folders, path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+    with replace_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 def render_page(folders: Sequence[Path | str], place: Path | None = None) -> str:
@@ -108,7 +107,7 @@ def _collect_content(groups: Sequence[Group]) -> dict[str, Any]:
         "runs": runs,
         "facts": facts.describe_runs(runs, common),
         "notes": facts.list_notes(groups),
-        "overview": summarize_groups(groups),
+        "overview": summarise_groups(groups),
         "tables": [_build_table(frame, groups, reading) for reading in readings],
         "by_task": [table for table in task_tables if len(table["rows"]) > 1],
         "pairs": [(title, of_reading) for title, of_reading in pairs if of_reading],
@@ -121,9 +120,9 @@ def _collect_content(groups: Sequence[Group]) -> dict[str, Any]:
         "prototypes": draw_prototypes(groups),
         "sheets": draw_sheets(groups),
         "dense": DENSE,
-        "costs": costs.summarize_costs(groups),
+        "costs": costs.summarise_costs(groups),
         "against_accuracy": costs.draw_accuracy_against_costs(groups),
-        "stages": costs.summarize_stages(groups),
+        "stages": costs.summarise_stages(groups),
         "faults": [(index, counts) for index, group in enumerate(groups) if (counts := costs.count_faults(group))],
         "losses": costs.draw_losses(groups),
         "ledgers": [facts.list_parts(group) for group in groups],
@@ -162,7 +161,7 @@ def _draw_accuracy(groups: Sequence[Group], reading: str) -> LineChart:
         runs = [run for run in group.runs if reading in run.matrices]
         if runs:
             curves = zip(*[100 * accuracy_curve(run.matrices[reading]) for run in runs], strict=True)
-            values = [mean_and_std([None if np.isnan(y) else float(y) for y in column]) for column in curves]
+            values = [compute_mean_and_std([None if np.isnan(y) else float(y) for y in column]) for column in curves]
             learned, (means, stds) = range(1, len(values) + 1), zip(*values, strict=True)
             series.append(Series(index, group.label, learned, means, stds, [run.folder for run in runs]))
     title = labels.title_reading(reading, describe_batch_size(groups))

@@ -9,7 +9,7 @@ from fclmodels.backbones.base import Backbone, FeatureNet
 from fclmodels.backbones.model.network import build_network, find_misfit
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.sample_kind import TEXTS
-from fclmodels.randomness import generator, seed_torch
+from fclmodels.randomness import make_generator, seed_torch
 from fclmodels.storage import trees
 from fclmodels.testing.plugin_declaration import check_declaration, require
 from fclmodels.testing.tiny_splits import load_tiny_params
@@ -29,10 +29,10 @@ def check_backbone(backbone: type[Backbone], *settings: str, shape: Sequence[int
     shape = tuple(shape or ((2, 16) if backbone.reads is TEXTS else (3, 32, 32)))
     params = load_tiny_params(f"model.backbone={name}", *settings, settings="device: cpu")
     spec = ModelSpec(params.model.model_dump(mode="json"), shape, "growing", ((0, 1),))
-    network = build_network(spec, generator(0, name))
+    network = build_network(spec, make_generator(0, name))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        again, other = build_network(spec, generator(0, name)), build_network(spec, generator(1, name))
+        again, other = build_network(spec, make_generator(0, name)), build_network(spec, make_generator(1, name))
     digests = [trees.digest(n.state_dict()) for n in (network, again, other)]
     require(digests[0] == digests[1], f"{name}: two networks of one seed differ: draw from torch's global generator")
     drawn = digests[0] != digests[2] or not list(network.backbone.parameters())
@@ -78,7 +78,7 @@ def _check_features(name: str, net: FeatureNet, samples: Tensor) -> None:
 
 def _draw_samples(backbone: type[Backbone], shape: tuple[int, ...]) -> Tensor:
     """Return samples as a network reads them: images in [-1, 1], or token ids of the text 1."""
-    random = generator(0, "samples")
+    random = make_generator(0, "samples")
     if backbone.reads is TEXTS:
         ids = torch.randint(1, 10, (SAMPLES, shape[1]), generator=random)
         return torch.stack([ids, torch.ones_like(ids)], dim=1)

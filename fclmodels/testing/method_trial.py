@@ -129,7 +129,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         return folder / "run"
 
     def check_predictions(self) -> None:
-        """The predictor must give a logit for each class and, where it predicts tasks, a score for each task."""
+        """Check that the predictor gives a logit for each class and, where it predicts tasks, a score for each task."""
         method = self.experiment.method
         server = Server.from_tree(load_last_state(self.experiment)["server"])
         inputs = next(method.run.batches.iterate_ordered(self.splits.select_test_rows(0), CHECKED)).inputs
@@ -144,7 +144,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         require(not without, f"{self.name}: no column is of task {without}")
 
     def check_ledger(self) -> None:
-        """The ledger must name those who took part, and its bytes must be those that travelled and are kept."""
+        """Check that the ledger names those who took part, and that its bytes are those that travelled and are kept."""
         folder, method = self.folder / "run", self.experiment.method
         ledger, result = pl.read_parquet(folder / "ledger.parquet"), json.loads((folder / "result.json").read_text())
         in_rounds = ledger.filter(pl.col("direction") != "kept", pl.col("round") >= 0)
@@ -166,7 +166,7 @@ class MethodTrial(AbstractContextManager["MethodTrial"]):
         require(noted == sizes_of_files, f"{self.name}: clients keep {sizes_of_files} bytes, the ledger says {noted}")
 
     def check_exported_model(self) -> None:
-        """The exported model must answer as often right as the evaluation has counted."""
+        """Check that the exported model answers as often right as the evaluation has counted."""
         compare_with_evaluation(self.folder / "run", self.splits)
 
     def _open(self, home: Path, *settings: str, listener: Listener | None = None) -> Experiment:
@@ -209,7 +209,7 @@ def check_shapes(method: Method, server: Server, prediction: Prediction, count: 
 
 
 def check_each_prediction(method: Method) -> None:
-    """From now on a prediction in this process that has another shape raises AssertionError."""
+    """Make a prediction of this process raise AssertionError from now on where it has another shape."""
     make_predictor = method.make_predictor
 
     def predictor(server: Server) -> Predictor:
@@ -226,7 +226,7 @@ def check_each_prediction(method: Method) -> None:
 
 
 def compare_replies(method: Method) -> None:
-    """From now on a reply in this process that differs from its declared form raises AssertionError."""
+    """Make a reply of this process raise AssertionError from now on where it differs from its declared form."""
     for name, exchange in method.exchanges.items():
         values = {field.name: getattr(exchange, field.name) for field in fields(exchange)}
         method.exchanges[name] = ComparedExchange(**values)

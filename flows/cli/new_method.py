@@ -35,9 +35,9 @@ class {cls}(FedAvg):
 
     settings: Settings
 
-    # Other places to differ from FedAvg: loss, step, after (on a client), start_task, payload, aggregate, finish_task
-    # (on the server), further_parts (what a client sends besides; update_form declares it), and an exchange of one's
-    # own (declared in __init__, asked in finish_task). See fclmodels/federation/method.py.
+    # Other places to differ from FedAvg: compute_loss, step, finish_step (on a client), start_task, make_payload,
+    # aggregate, finish_task (on the server), make_further_parts (what a client sends besides; make_update_form declares
+    # it), and an exchange of one's own (declared in __init__, asked in finish_task): fclmodels/federation/method.py.
     @torch.no_grad()
     def change_gradients(self, training: LocalTraining) -> None:
         """Add the gradient of strength / 2 ||w||^2, in place."""

@@ -50,7 +50,7 @@ class LineProgress(SilentProgress):
         self.console = console
         self.last_line = time.monotonic()
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         if time.monotonic() - self.last_line >= LINE_EVERY:
             place = (
                 f"task {row['task'] + 1} of {len(self.rounds)}, round {row['round'] + 1} of {self.rounds[row['task']]}"
@@ -104,7 +104,7 @@ class BarProgress(SilentProgress):
     def on_server_step(self, task: int, work: str, done: int, of: int) -> None:
         self.bars.update(self.over_clients, description=f"server, {work}", completed=done, total=of, visible=True)
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         completed = sum(self.rounds[: row["task"]]) + row["round"] + 1
         self.measured = (self.measured[0] + 1, self.measured[1] + row["seconds"])
         seconds = (sum(self.rounds) - completed) * self.measured[1] / self.measured[0]

@@ -12,7 +12,7 @@ import polars as pl
 
 from fclmodels.metrics import select_shown
 from fclmodels.report import labels
-from fclmodels.report.comparison import Fall, compare_groups, summarize_groups
+from fclmodels.report.comparison import Fall, compare_groups, summarise_groups
 from fclmodels.report.paper_figures import Figure, collect_figures, list_paper_notes
 from fclmodels.report.read_runs import describe_batch_size, group_runs, read_runs
 from flows.cli import terminal
@@ -66,7 +66,7 @@ def print_comparison(runs: Sequence[Path]) -> None:
             "sent": terminal.format_bytes(of.bytes),
             "leaves a client": ", ".join(of.leaves) or "all samples",
         }
-        for of in summarize_groups(groups)
+        for of in summarise_groups(groups)
     ]
     terminal.print_table(overview, title="at a glance: accuracy in %, right after learning → at the end")
     batches = labels.explain_batches(readings, describe_batch_size(groups))

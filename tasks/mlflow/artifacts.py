@@ -90,7 +90,7 @@ def read_matrices(folder: Path) -> dict[str, Matrix]:
     if (folder / "confusion.parquet").is_file():
         confusion = read_table(folder, "confusion")
         for reading in metrics.sort_readings(confusion["reading"]):
-            shares = metrics.normalize_rows(metrics.confusion_matrix(confusion, reading, accuracies.shape[1]))
+            shares = metrics.normalise_rows(metrics.confusion_matrix(confusion, reading, accuracies.shape[1]))
             title = f"% of a task's samples\n{_get_title(reading)}"
             matrices[f"confusion_{reading}"] = Matrix(title, "task", 1, "predicted task", shares)
     return matrices

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fclmodels.backbones.adapters.adapted import PROMPTS, AdaptedVit, Features
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.vit import Attached
-from fclmodels.randomness import generator as keyed
+from fclmodels.randomness import make_generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
 
 FIRST = 5  # layers with prompts, where none are named

@@ -16,7 +16,7 @@ from fclmodels.backbones.adapters.adapted import PROMPTS, Adapted, Features
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.vit import VitNet
 from fclmodels.errors import UserError
-from fclmodels.randomness import generator as keyed
+from fclmodels.randomness import make_generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
 
 Target = Literal["attention-in", "query", "key", "value", "output", "perceptron-in", "perceptron-out"]

@@ -23,7 +23,7 @@ class Captured(NamedTuple):
 
 @contextmanager
 def capture_statistics(network: nn.Module) -> Iterator[Captured]:
-    """While open, note mean and variance [channels] of what enters each layer that has running statistics."""
+    """Note, while open, mean and variance [channels] of what enters each layer that has running statistics."""
     layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
     captured = Captured([], [(layer.get_buffer("running_mean"), layer.get_buffer("running_var")) for layer in layers])
 

@@ -12,7 +12,7 @@ from fclmodels.errors import suggest_name
 
 @contextmanager
 def capture_block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
-    """While open, put each named block's output of the last pass through it into the mapping that this yields.
+    """Put, while open, each named block's output of the last pass through it into the mapping that this yields.
 
     Outputs are as the blocks return them, and gradients flow through them. The network goes on with a copy, so that a
     ReLU that works in place changes none of them. Of a block that returns several tensors it is the first.

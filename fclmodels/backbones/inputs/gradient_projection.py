@@ -130,7 +130,7 @@ class Projection:
 
     @contextmanager
     def project_in_backward(self, network: nn.Module, batch_size: int) -> Iterator[None]:
-        """While open, the backward pass computes the projected gradient itself where a batch has few columns.
+        """Let the backward pass compute the projected gradient itself while open, where a batch has few columns.
 
         That is the whole gradient of these weights as long as the loss depends on them through their layers alone.
         """

@@ -138,7 +138,7 @@ def find_layers(network: Network, shape: tuple[int, ...]) -> dict[str, Layer]:
 
 @contextmanager
 def watch_layers(network: nn.Module, on_input: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-    """While open, call `on_input` with each linear and convolutional layer's name, module and input."""
+    """Call, while open, `on_input` with each linear and convolutional layer's name, module and input."""
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs, name=name: on_input(name, module, inputs[0]))
         for name, module in network.named_modules()

@@ -83,7 +83,7 @@ def _split_samples(layer: nn.Module, x: Tensor, flow: Tensor) -> Iterator[tuple[
 
 @contextmanager
 def _note_passes(layers: dict[str, nn.Module], samples: int) -> Iterator[InputsAndOutputs]:
-    """While open, note the input and output of each layer that runs."""
+    """Note, while open, the input and output of each layer that runs."""
     passes: InputsAndOutputs = {}
 
     def note(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

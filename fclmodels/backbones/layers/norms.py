@@ -88,7 +88,7 @@ def fix_statistics(network: nn.Module) -> None:
 
 @contextmanager
 def leave_statistics(network: nn.Module) -> Iterator[None]:
-    """While open, layers in training mode normalise by the batch and leave their running statistics as they are."""
+    """Let layers in training mode normalise by the batch and leave running statistics as they are, while open."""
     layers = [layer for layer in _find_norms(network) if layer.training and layer.track_running_stats]
     for layer in layers:
         layer.track_running_stats = False
@@ -101,7 +101,7 @@ def leave_statistics(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_statistics_of(network: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """While open, layers without statistics normalise by those of these inputs, as constants.
+    """Let layers without statistics normalise by those of these inputs while open, as constants.
 
     A sample's loss then does not depend on the others of its batch. The network is in evaluation mode.
     """

@@ -35,7 +35,7 @@ class Linear(nn.Linear):
 
 @contextmanager
 def differentiate_twice() -> Iterator[None]:
-    """While open, all products are torch's, whose gradients have gradients."""
+    """Use torch's products while open, whose gradients have gradients."""
     Linear.may_leave_torch = False
     try:
         yield

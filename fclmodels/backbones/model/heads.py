@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fclmodels.backbones.model.spec import ModelSpec, get_task_columns
-from fclmodels.randomness import generator as keyed
+from fclmodels.randomness import make_generator as keyed
 
 
 class Heads(nn.ModuleList):

@@ -135,12 +135,12 @@ class NetworkCache:
 
     def load(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> Network:
         """Return the network with these weights; the next call changes it. `prepare` fills a frozen backbone."""
-        network = self.of(spec)
+        network = self.build(spec)
         with torch.no_grad():
             torch._foreach_copy_(list(self._state.values()), [weights[name] for name in self._state])
         return network
 
-    def of(self, spec: ModelSpec) -> Network:
+    def build(self, spec: ModelSpec) -> Network:
         """Return the network with arbitrary weights, for its names and shapes."""
         if self._network is None or self._spec != spec:
             with torch.inference_mode(False):  # so that it can be trained, even if a predictor is the first to need it

@@ -18,7 +18,7 @@ from fclmodels.backbones.adapters.coda_prompts import CodaVit
 from fclmodels.backbones.adapters.low_rank import LowRank
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.vit import Attached, Bottleneck, LoraUpdate
-from fclmodels.randomness import generator as keyed
+from fclmodels.randomness import make_generator as keyed
 from fclmodels.settings.base import Settings as BaseSettings
 
 Selection = Literal["sample", "batch"]
@@ -111,7 +111,7 @@ class L2P(PromptedVit):
         prompts = self.prompts.prompts[slots].flatten(1, 2)
         tokens = torch.cat([prompts, self.run_below(x) if below is None else below], dim=1)
         output = self.encode(tokens, read=prompts.shape[1])
-        return Features(output.mean(1), distance(scores, slots))
+        return Features(output.mean(1), measure_distance(scores, slots))
 
 
 class L2PPool(PromptPool):
@@ -164,7 +164,7 @@ class DualP(PromptedVit):
         prompts = zip(self.layers, (*general, *experts), strict=True)
         attached = {layer: attach_prompt(prompt, self.enter) for layer, prompt in prompts}
         output = self.encode(self.run_below(x) if below is None else below, attached)
-        return Features(output[:, 0], distance(scores, slots))
+        return Features(output[:, 0], measure_distance(scores, slots))
 
 
 def attach_prompt(prompt: Tensor, enter: str) -> Attached:
@@ -272,7 +272,7 @@ def adapt(backbone: FeatureNet, adapter: Mapping[str, Any], tasks: int) -> Adapt
     return kind(backbone, settings, tasks)
 
 
-def distance(scores: Tensor, slots: Tensor) -> Tensor:
+def measure_distance(scores: Tensor, slots: Tensor) -> Tensor:
     """Return 1 - cosine of each selected slot [B, k], summed over k, as mean over the batch; scores [B, pool]."""
     return (1 - scores.gather(1, slots)).sum(1).mean()
 

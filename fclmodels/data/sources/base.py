@@ -97,7 +97,7 @@ def make_table(
     return pl.DataFrame(columns, schema=COLUMNS).with_columns(pl.col("origin").str.replace_all(UNPRINTABLE, "�"))
 
 
-def catalogue_arrays(
+def list_arrays(
     name: str, classes: Sequence[str], parts: Mapping[str | None, tuple[np.ndarray, np.ndarray]]
 ) -> Catalogue:
     """Return a catalogue of arrays by official split (None: no split): images [n, H, W] or [n, H, W, 3], labels [n]."""

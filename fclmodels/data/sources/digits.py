@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
+from fclmodels.data.sources.base import Catalogue, Source, list_arrays
 
 DIGITS = tuple("0123456789")
 
@@ -14,7 +14,7 @@ class Digits(Source):
     reads_root = False
 
     def catalogue(self) -> Catalogue:
-        return catalogue_arrays(self.name, DIGITS, {None: read_digits()})
+        return list_arrays(self.name, DIGITS, {None: read_digits()})
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:

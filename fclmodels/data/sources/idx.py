@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from fclmodels.data.decoding import MOST_PIXELS
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
+from fclmodels.data.sources.base import Catalogue, Source, list_arrays
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import ImageSettings
 
@@ -49,7 +49,7 @@ class Idx(Source):
             }
         numbers = np.unique(np.concatenate([labels for _, labels in parts.values()]))
         numbered = {split: (images, np.searchsorted(numbers, labels)) for split, (images, labels) in parts.items()}
-        return catalogue_arrays(self.name, [str(number) for number in numbers], numbered)
+        return list_arrays(self.name, [str(number) for number in numbers], numbered)
 
     def _pair(self, images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.ndarray]:
         images, labels = read_idx(self.settings.root / images_file), read_idx(self.settings.root / labels_file)

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
+from fclmodels.data.sources.base import Catalogue, Source, list_arrays
 from fclmodels.errors import UserError
 from fclmodels.settings.schema import ImageSettings
 
@@ -55,7 +55,7 @@ class Letters(Source):
     def catalogue(self) -> Catalogue:
         images = np.stack([image for letter in LETTERS for image in self._draw(letter)])
         labels = np.repeat(np.arange(len(LETTERS)), self.settings.samples)
-        return catalogue_arrays(self.name, LETTERS, {None: (images, labels)})
+        return list_arrays(self.name, LETTERS, {None: (images, labels)})
 
     def _draw(self, letter: str) -> Iterator[np.ndarray]:
         """Yield samples [H, W] of a letter; the first ones are the same however many there are."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fclmodels.data.sources.base import Catalogue, Source, catalogue_arrays
+from fclmodels.data.sources.base import Catalogue, Source, list_arrays
 from fclmodels.data.sources.digits import DIGITS
 from fclmodels.errors import UserError
 from fclmodels.optional.torchvision import import_torchvision
@@ -40,7 +40,7 @@ class TorchvisionSource(Source):
                 f"{self.name}: neither found nor downloaded ({reason}). Put {self.files} into {folder}."
             ) from problem
         parts: dict[str | None, Any] = {split: self.read_arrays(data) for split, data in opened.items()}
-        return catalogue_arrays(self.name, self.list_classes(opened["train"]), parts)
+        return list_arrays(self.name, self.list_classes(opened["train"]), parts)
 
     def open(self, split: str) -> Any:
         """Open torchvision's data set of this official split."""

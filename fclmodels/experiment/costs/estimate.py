@@ -109,11 +109,8 @@ def sum_traffic(method: "Method", task: int, of_client: Traffic) -> float:
 
     With n clients of which each of R rounds samples s, n (1 - (1 - s/n)^R) are expected to take part at least once.
     """
-    clients, sampled, rounds = (
-        len(method.list_participants(task)),
-        method.count_sampled_clients(task),
-        method.run.count_rounds(task),
-    )
+    clients, sampled = len(method.list_participants(task)), method.count_sampled_clients(task)
+    rounds = method.run.count_rounds(task)
     ever = clients * (1 - (1 - sampled / clients) ** rounds)
     outside = clients * (of_client["before"] + of_client["after"])
     return outside + ever * of_client["first"] + (rounds * sampled - ever) * of_client["later"]

@@ -21,7 +21,7 @@ def is_small(run: "Experiment") -> bool:
     of all rounds, of which the backward pass has two thirds.
     """
     method, federation = run.method, run.params.federation
-    network = deepcopy(method.networks.of(method.run.make_spec(1))).eval()  # which the run itself goes on to use
+    network = deepcopy(method.networks.build(method.run.make_spec(1))).eval()  # which the run itself goes on to use
     inputs = next(method.run.batches.iterate_ordered(run.splits.select_test_rows(0), 1)).inputs
     shapes = measure_shapes(network, inputs)
     weights = sum(tensor.numel() for tensor in network.state_dict().values())

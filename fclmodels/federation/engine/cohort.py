@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fclmodels.errors import UserError
-from fclmodels.federation.engine.faults import Late, Loss, Turnout, keep
+from fclmodels.federation.engine.faults import Cause, Late, Turnout, keep
 from fclmodels.federation.engine.replies import Replies, Rule
 from fclmodels.federation.exchange import EVALUATIONS, TRAIN, Exchange
 from fclmodels.federation.executors.base import ClientResult, Executor, Job, sort_largest_first
@@ -55,7 +55,7 @@ class Cohort:
         self.task = task
         self.clients = tuple(client for client in clients if client not in aside)
         self.aside = aside  # clients that are not asked any more
-        self.lost: dict[int, Loss] = {}  # clients that were lost in the last exchange, and why
+        self.lost: dict[int, Cause] = {}  # clients that were lost in the last exchange, and why
         self.refused: list[Refusal] = []  # all refusals so far
         self.median: float | None = None  # of the lengths of the accepted updates of the last exchange
         self.farthest: float | None = None  # the longest of these updates, in medians

@@ -17,9 +17,9 @@ step of the protocol, a lost one after the first two steps.
 Where this machine has no memory to train a client (Python's MemoryError, torch's allocation error), that client is lost
 too, whatever the rates: the run goes on, but may not be repeatable. Where fewer than `least` remain, the run ends.
 
-All other faults are random numbers of `draw_delay` and `loss`, by a key, so that they depend neither on the executor
-nor on an interruption: add other faults there. Exchanges outside of rounds are answered by all clients, in time.
-Training in one place has no faults.
+All other faults are random numbers of `draw_delay` and `draw_cause`, by a key, so that they depend neither on the
+executor nor on an interruption: add other faults there. Exchanges outside of rounds are answered by all clients, in
+time. Training in one place has no faults.
 """
 
 import math
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MOST_DRAWS = 100  # of clients for one round
 
-Loss = Literal["crash", "out of memory"]
+Cause = Literal["crash", "out of memory"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Turnout:
     arriving: dict[int, Late] = field(default_factory=dict)  # late replies that are due, by client
     weights: dict[int, float] = field(default_factory=dict)  # what each of these counts; without one it is dropped
     called_off: tuple[tuple[int, ...], ...] = ()  # clients of earlier draws for the round, in which too few answered
-    lost: dict[int, Loss] = field(default_factory=dict)  # clients whose reply gets lost, and why
+    lost: dict[int, Cause] = field(default_factory=dict)  # clients whose reply gets lost, and why
 
     @property
     def downloaders(self) -> set[int]:
@@ -88,7 +88,7 @@ class Turnout:
         """The number of replies that the server aggregates."""
         return len(self.in_time) + len(self.weights)
 
-    def count_all(self) -> dict[str, int]:
+    def count_clients(self) -> dict[str, int]:
         """Return counts for the log.
 
         clients: all that were sampled. missing: sampled clients that never answer. late: replies to earlier rounds that
@@ -115,12 +115,12 @@ def draw_turnout(
         return Turnout(dict.fromkeys(sample(0), 0))
     arriving = {client: late[client] for client in sorted(late) if late[client].due == round}
     weighted = arriving if faults.late_weight == "age" else {}
-    weights = {client: weight(round - reply.base_round) for client, reply in weighted.items()}
+    weights = {client: weigh_late(round - reply.base_round) for client, reply in weighted.items()}
     called_off: tuple[tuple[int, ...], ...] = ()
     for draw in range(MOST_DRAWS):
         delays = {client: draw_delay(method.run, task, round, client, draw) for client in sample(draw)}
         losses = {
-            client: draw_loss(method.run, task, round, client, draw) for client, d in delays.items() if d is not None
+            client: draw_cause(method.run, task, round, client, draw) for client, d in delays.items() if d is not None
         }
         lost = {client: why for client, why in losses.items() if why}
         turnout = Turnout(delays, arriving, weights, called_off, lost)
@@ -157,19 +157,19 @@ def draw_delay(run: Run, task: int, round: int, client: int, draw: int) -> int |
     return int(torch.randint(1, faults.late_rounds + 1, (), generator=random)) if late < faults.late else 0
 
 
-def draw_loss(run: Run, task: int, round: int, client: int, draw: int) -> Loss | None:
+def draw_cause(run: Run, task: int, round: int, client: int, draw: int) -> Cause | None:
     """Return why the reply of a client that takes part is lost; None where it is not."""
     faults = run.params.federation.faults
     crash, memory = torch.rand(2, generator=run.make_generator("lost", task, round, client, draw)).tolist()
     return "out of memory" if memory < faults.out_of_memory else "crash" if crash < faults.crash else None
 
 
-def leaves_before(run: Run, task: int, round: int, client: int) -> int:
+def draw_step_of_leaving(run: Run, task: int, round: int, client: int) -> int:
     """Return the step of secure aggregation before which a missing client leaves: 0 keys, 1 shares, 2 reply."""
     return int(torch.randint(3, (), generator=run.make_generator("leaves", task, round, client)))
 
 
-def weight(age: int) -> float:
+def weigh_late(age: int) -> float:
     """Return what a reply counts that is so many rounds late."""
     return float((1 + age) ** -0.5)
 

@@ -99,7 +99,7 @@ def open_ledger(method: "Method", log: "Log") -> Ledger:
     return CentralLedger(log) if method.is_centralised else Ledger(log)
 
 
-def ledger_table(log: "Log") -> pl.DataFrame:
+def make_ledger_table(log: "Log") -> pl.DataFrame:
     """Return a row for each (exchange, client, direction, part), in the same order whoever answers first.
 
     Exchanges stand in their order in time, so that the last row of a client's memory is of what it keeps in the end.

@@ -18,5 +18,5 @@ class Listener:
     def on_refusal(self, task: int, round: int, client: int, why: str) -> None:
         """Handle that a client's reply is not used; rounds below 0 are exchanges outside of rounds."""
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         """Handle that a round is over; the row goes into rounds.parquet."""

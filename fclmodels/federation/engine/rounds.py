@@ -13,7 +13,7 @@ import torch
 from fclmodels.errors import UserError
 from fclmodels.federation.engine import faults
 from fclmodels.federation.engine.cohort import BEFORE_ROUNDS, Cohort
-from fclmodels.federation.engine.faults import Late, Loss, Turnout
+from fclmodels.federation.engine.faults import Cause, Late, Turnout
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.exchange import TRAIN
 from fclmodels.federation.executors.base import Executor, set_torch_threads
@@ -150,7 +150,7 @@ def run_round(
         "task": task,
         "round": round,
         "step": sum(method.run.count_rounds(earlier) for earlier in range(task)) + round,
-        **turnout.count_all(),
+        **turnout.count_clients(),
         "answers": len(replies.clients),
         "lost": len(cohort.lost),
         "refused": len(cohort.refused),
@@ -163,7 +163,7 @@ def run_round(
         "seconds": time.perf_counter() - started,
     }
     checkpoints.rounds.append(row)
-    listener.round_done(row)
+    listener.on_round_done(row)
     return Position(server, cohort.memories, round + 1, cohort.late, max(usual, cohort.median or 0.0))
 
 
@@ -187,7 +187,7 @@ def make_divergence_error(how: str, task: int, round: int) -> UserError:
 
 
 def refuse_too_few(
-    method: "Method", replies: Replies, turnout: Turnout, lost: Mapping[int, Loss], task: int, round: int
+    method: "Method", replies: Replies, turnout: Turnout, lost: Mapping[int, Cause], task: int, round: int
 ) -> None:
     """Raise UserError where too few clients have answered because this machine had no memory to train the others."""
     without_memory = [client for client in lost if client not in turnout.lost]

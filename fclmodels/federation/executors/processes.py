@@ -46,7 +46,7 @@ _shared: ContextVar[SharedWorkers | None] = ContextVar("shared_workers", default
 
 @contextlib.contextmanager
 def share_workers() -> Iterator[None]:
-    """While open, executors in this context leave their workers to those that come after them."""
+    """Let executors in this context leave their workers to those that come after them."""
     shared = SharedWorkers()
     token = _shared.set(shared)
     try:

@@ -157,7 +157,7 @@ def multiply_part(part: Part, factor: float) -> dict[str, Tensor]:
     return {name: tensor * factor for name, tensor in part.tensors.items()}
 
 
-def noise(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
+def add_noise(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return Gaussian noise in a part's shapes, of `strength` times the part's length."""
     normal = {n: torch.randn(t.shape, generator=random, dtype=t.dtype) for n, t in part.tensors.items()}
     factor = strength * measure_length(part.tensors) / (measure_length(normal) or 1.0)
@@ -171,7 +171,7 @@ def fill_all_directions(part: Part, strength: float, random: torch.Generator) ->
 
 def replace_by_noise(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
     """Return noise in place of each sketch, as long as `scale_energies` says."""
-    return {n: noise(replace(part, tensors={n: X}), strength, random)[n] for n, X in part.tensors.items()}
+    return {n: add_noise(replace(part, tensors={n: X}), strength, random)[n] for n, X in part.tensors.items()}
 
 
 def scale_energies(part: Part, strength: float, random: torch.Generator) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def reverse_tasks(part: Part, strength: float, random: torch.Generator) -> dict[
 ALTERATIONS: dict[tuple[str, str], Alter] = {
     ("sign-flip", "update"): lambda part, strength, random: multiply_part(part, -strength),
     ("scaled", "update"): lambda part, strength, random: multiply_part(part, strength),
-    ("noise", "update"): noise,
+    ("noise", "update"): add_noise,
     ("basis", "basis"): fill_all_directions,
     ("basis", "directions"): draw_wrong_directions,
     ("basis", "sketch"): replace_by_noise,

@@ -34,7 +34,7 @@ from fclmodels.federation.protection.reply_checks import (
     find_overlong_sketch,
     measure_length,
     measure_sizes,
-    number,
+    read_number,
 )
 from fclmodels.federation.server import Server
 from fclmodels.settings.federation import InspectionSettings
@@ -90,7 +90,9 @@ def inspect_reply(reply: Reply, payload: Payload, most: float = MOST_SAMPLES, cl
         return Finding(ReplyDefect(misfit, "is not of the layers that have bases"))
     if overlong := find_overlong_sketch(reply.parts):
         return Finding(ReplyDefect(overlong, "is longer than its energy says"))
-    unweighted = {n: norms[n] / (number(reply.parts[part.over]) if part.over else 1) for n, part in reply.parts.items()}
+    unweighted = {
+        n: norms[n] / (read_number(reply.parts[part.over]) if part.over else 1) for n, part in reply.parts.items()
+    }
     sizes = {name: of_part for name, part in reply.parts.items() if (of_part := measure_sizes(part, unweighted[name]))}
     if lengths := [unweighted[name] for name, part in reply.parts.items() if part.kind == "update"]:
         sizes[UPDATE] = [math.hypot(*lengths)]

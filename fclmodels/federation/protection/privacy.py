@@ -28,7 +28,7 @@ from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.messages import Part, Reply
 from fclmodels.federation.protection.disclosures import find_part_without_bound
-from fclmodels.federation.protection.reply_checks import measure_length, number
+from fclmodels.federation.protection.reply_checks import measure_length, read_number
 from fclmodels.federation.protection.secure_aggregation import LOG, find_obstacle_to_secure_sums
 from fclmodels.numerics.gaussian_mechanism import compute_epsilon, draw_noise
 from fclmodels.settings.federation import PrivacySettings
@@ -118,7 +118,7 @@ def add_noise(reply: Reply, method: "Method", client: Client, count: int) -> Rep
     if privacy.covers == "knowledge":
         return replace(reply, parts=parts)
     if WEIGHT in parts:
-        if number(parts[WEIGHT]) != 1:
+        if read_number(parts[WEIGHT]) != 1:
             raise UserError(f"federation.privacy: methods.{method.name} weighs clients. It must weigh all alike.")
         expected = {name: w * privacy.sample_rate for name, w in parts[WEIGHT].tensors.items()}
         parts[WEIGHT] = replace(parts[WEIGHT], tensors=expected)

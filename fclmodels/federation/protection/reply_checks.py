@@ -39,7 +39,7 @@ def check_part(part: Part, norm: float, payload: Payload, parts: Mapping[str, Pa
         raise PartError(f"has numbers of {min(map(str, others))}")
     if not math.isfinite(norm):
         raise PartError(NOT_FINITE)
-    if part.over and not (part.over in parts and LEAST_WEIGHT <= number(parts[part.over]) <= most):
+    if part.over and not (part.over in parts and LEAST_WEIGHT <= read_number(parts[part.over]) <= most):
         raise PartError(f"needs one number from {LEAST_WEIGHT:g} to {most:g} in {part.over}")
     if (part.kind in ("update", "gradient") or (part.kind == "statistics" and part.over)) and part.of in payload:
         check_names_and_shapes(part.tensors, payload[part.of].tensors)
@@ -47,7 +47,7 @@ def check_part(part: Part, norm: float, payload: Payload, parts: Mapping[str, Pa
     if part.kind == "sparse":
         check_places(part.tensors, payload[part.of].tensors if part.of in payload else None)
     if part.kind == "loss" and part.over and not part.noise:
-        check_weighted_loss(part.tensors, number(parts[part.over]))
+        check_weighted_loss(part.tensors, read_number(parts[part.over]))
         return
     if part.kind == "basis" and any(not is_orthonormal(basis) for basis in part.tensors.values()):
         raise PartError("is not orthonormal")
@@ -283,7 +283,7 @@ def measure_length(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*(norm.item() for norm in torch._foreach_norm(floating))) if floating else 0.0
 
 
-def number(part: Part) -> float:
+def read_number(part: Part) -> float:
     """Return the number of a part that holds one; NaN for any other part."""
     values = [tensor for tensor in part.tensors.values() if tensor.numel() == 1]
     return float(values[0]) if len(values) == len(part.tensors) == 1 else math.nan

@@ -18,7 +18,7 @@ import torch
 
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
-from fclmodels.federation.engine.faults import Turnout, compute_secagg_threshold, leaves_before
+from fclmodels.federation.engine.faults import Turnout, compute_secagg_threshold, draw_step_of_leaving
 from fclmodels.federation.engine.replies import Replies, Tensors
 from fclmodels.federation.messages import Part, Payload, Reply
 from fclmodels.federation.method import Obstacle
@@ -253,7 +253,7 @@ class Session:
     ) -> None:
         self.job, self.settings, self.executor, self.ledger = job, settings, executor, ledger
         leaving = {
-            client: leaves_before(executor.method.run, job.task, job.round, client)
+            client: draw_step_of_leaving(executor.method.run, job.task, job.round, client)
             for client, delay in turnout.delays.items()
             if delay is None
         }

@@ -53,13 +53,13 @@ class AuxiliaryNetworks:
         self._modules: dict[str, nn.Module] = {}
         self._initial: dict[str, State] = {}
 
-    def list_at(self, *places: str) -> list[Auxiliary]:
+    def list_by_place(self, *places: str) -> list[Auxiliary]:
         """Return those that live at these places."""
         return [auxiliary for auxiliary in self.auxiliaries if auxiliary.place in places]
 
     def create_initial(self) -> dict[str, State]:
         """Return the initial states of those that the server has, by the run's seed."""
-        return {a.name: self._draw(a) for a in self.list_at("averaged", "server")}
+        return {a.name: self._draw(a) for a in self.list_by_place("averaged", "server")}
 
     def load(self, auxiliary: Auxiliary, state: Mapping[str, Tensor]) -> nn.Module:
         """Return the network with this state; the next call changes it."""
@@ -70,20 +70,22 @@ class AuxiliaryNetworks:
 
     def make_payload(self, networks: Mapping[str, State]) -> Payload:
         """Return the parts that clients download."""
-        return {a.name: Part("generator", networks[a.name]) for a in self.list_at("averaged", "server")}
+        return {a.name: Part("generator", networks[a.name]) for a in self.list_by_place("averaged", "server")}
 
     def make_form(self) -> Form:
         """Return the outlines of clients' updates of those that are averaged."""
         return {
             a.update_part: Part("update", _make_outline(self._draw(a)), over="weight", of=a.name)
-            for a in self.list_at("averaged")
+            for a in self.list_by_place("averaged")
         }
 
     def start(self, client: Client, payload: Payload) -> dict[str, tuple[nn.Module, Auxiliary]]:
         """Return the networks that a client trains with, from what it was sent and what it remembers."""
-        states = {a.name: payload[a.name].tensors for a in self.list_at("averaged", "server") if a.name in payload}
+        states = {
+            a.name: payload[a.name].tensors for a in self.list_by_place("averaged", "server") if a.name in payload
+        }
         own = client.memory.get("networks", {})
-        for auxiliary in self.list_at("client"):
+        for auxiliary in self.list_by_place("client"):
             states[auxiliary.name] = own.get(auxiliary.name) or self._draw(auxiliary)
         modules = {a.name: (self.load(a, states[a.name]), a) for a in self.auxiliaries if a.name in states}
         for module, auxiliary in modules.values():
@@ -112,7 +114,7 @@ class AuxiliaryNetworks:
     def average(self, networks: Mapping[str, State], sums: Mapping[str, State], share: float) -> dict[str, State]:
         """Return the server's networks after a round, from summed updates by part, times this share."""
         moved = dict(networks)
-        for auxiliary in self.list_at("averaged"):
+        for auxiliary in self.list_by_place("averaged"):
             changes, state = sums[auxiliary.update_part], networks[auxiliary.name]
             moved[auxiliary.name] = {**state, **{n: state[n].add(c, alpha=share) for n, c in changes.items()}}
         return moved

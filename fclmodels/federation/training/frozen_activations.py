@@ -43,7 +43,7 @@ class Activations:
     rows: Tensor  # [n, ...], an activation for each sample
     blocks: int  # how many blocks they have passed
 
-    def of(self, batch: Batch, backbone: FeatureNet) -> Tensor:
+    def gather_rows(self, batch: Batch, backbone: FeatureNet) -> Tensor:
         """Return the rows of a batch's samples; those of others, such as replayed ones, are computed."""
         assert batch.samples is not None
         samples = batch.samples.cpu()

@@ -70,7 +70,7 @@ class LocalTraining:
         """Hold an object of a method for its hooks, which get it back by its class."""
         self._parts[type(part)] = part
 
-    def find_part(self, kind: type[T]) -> T | None:
+    def find_added(self, kind: type[T]) -> T | None:
         """Return the object of this class that was added; None in a training that has none (a monitor's, say)."""
         part = self._parts.get(kind)
         assert part is None or isinstance(part, kind)
@@ -174,7 +174,7 @@ class LocalTraining:
         backbone, cache = self.network.backbone, self.frozen_activations
         if cache is None or batch.samples is None:
             return backbone(torch.cat([batch.inputs, *further]) if further else batch.inputs)
-        below = [cache.of(batch, backbone), *(cache.compute(inputs, backbone) for inputs in further)]
+        below = [cache.gather_rows(batch, backbone), *(cache.compute(inputs, backbone) for inputs in further)]
         return backbone.run_rest(torch.cat(below) if further else below[0], cache.blocks)
 
     @property

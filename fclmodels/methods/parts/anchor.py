@@ -70,7 +70,9 @@ class AnchoredParameters:
         anchor: Anchor = payload["anchor"].tensors if "anchor" in payload else {}
         self.anchor = {name: anchor[name] for name in training.parameters if name in anchor}  # W*, by name
         # The rows that have an anchor, as views.
-        self.parameters = {name: rows(training.parameters[name].detach(), old) for name, old in self.anchor.items()}
+        self.parameters = {
+            name: flatten_rows(training.parameters[name].detach(), old) for name, old in self.anchor.items()
+        }
         names = [name for name in list_statistics(training.network) if statistics and name in anchor]
         self.statistics = [training.network.get_buffer(name) for name in names]
         self.statistics_anchor = [anchor[name] for name in names]
@@ -86,7 +88,7 @@ class AnchoredParameters:
             torch._foreach_lerp_(self.statistics, self.statistics_anchor, share)
 
 
-def rows(weights: Tensor, anchor: Tensor) -> Tensor:
+def flatten_rows(weights: Tensor, anchor: Tensor) -> Tensor:
     """Return the rows that the anchor has: all, or the old rows of a head that has grown."""
     return weights if weights.shape == anchor.shape else weights[: len(anchor)]
 
@@ -94,7 +96,7 @@ def rows(weights: Tensor, anchor: Tensor) -> Tensor:
 def blend(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     """Return (1 - share) W + share W* of all floating tensors that the anchor has; the rest as it is."""
     names = [name for name, old in anchor.items() if old.is_floating_point()]
-    before, old = [rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names]
+    before, old = [flatten_rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names]
     after = zip(names, torch._foreach_lerp(before, old, share), strict=True)
     return {**weights, **{name: join_new_rows(w, weights[name]) for name, w in after}}
 
@@ -102,5 +104,7 @@ def blend(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor], share: fl
 def measure_distance(weights: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> float:
     """Return ||W - W*|| over the parameters that the anchor has, running statistics left out."""
     names = [name for name, old in anchor.items() if old.is_floating_point() and not name.endswith(STATISTICS)]
-    moved = torch._foreach_sub([rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names])
+    moved = torch._foreach_sub(
+        [flatten_rows(weights[name], anchor[name]) for name in names], [anchor[name] for name in names]
+    )
     return float(torch.stack(torch._foreach_norm(moved)).norm())

@@ -38,7 +38,7 @@ class Search:
         """Return the smallest loss, without the last so many rounds."""
         return min(self.losses[: max(0, len(self.losses) - but_last)], default=math.inf)
 
-    def finish_step(self, loss: float, guessing: float, tolerance: float, rounds: float) -> "Search":
+    def add_round(self, loss: float, guessing: float, tolerance: float, rounds: float) -> "Search":
         """Return the search after one more round with this loss; guessing: ln C, rounds: of the task."""
         search = replace(self, losses=(*self.losses, loss))
         slack = tolerance * max(guessing - search.find_best_loss(), 0.0)

@@ -120,7 +120,7 @@ class ClosedFormHead:
             cross[:, : old["cross"].shape[1]] += old["cross"]
         noise = math.hypot(old.get("noise", 0.0), *(self.measure_noise(replies, name) for name in parts))
         head = fit_ridge(gram, cross, ridge + noise * math.sqrt(2 * len(gram)))
-        projection = self.draw_projection(self.networks.of(server.spec).backbone.features)
+        projection = self.draw_projection(self.networks.build(server.spec).backbone.features)
         fitted = {**head._asdict(), **({} if projection is None else {"projection": projection})}
         products = {"gram": gram, "cross": cross, "lambda": ridge, "noise": noise}
         return replace(server, knowledge={**server.knowledge, "products": products, "head": fitted})
@@ -151,7 +151,7 @@ class ClosedFormHead:
     def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sums; noise finds no sample's share longer than the bound."""
         spec = self.run.make_spec(task + 1)
-        features = self.networks.of(spec).backbone.features
+        features = self.networks.build(spec).backbone.features
         M, columns = self.count_random_features(features) or features, sum(map(len, spec.head_labels))
         shapes = {"gram": (M, M), "cross": (M, columns)}
         return {

@@ -78,7 +78,7 @@ class CoreBases:
         return payload
 
     def make_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         dtype = next(network.parameters()).dtype
         layers = {name: layer.width for name, layer in self.subspace.list_layers(network).items()}
         features = {FEATURES: network.backbone.features} if self.identity else {}

@@ -79,7 +79,7 @@ class CoresetMemory:
         if find_kind(run.splits.shape) is TEXTS:
             raise UserError(f"methods.{method} mixes styles of images, these samples are texts. Use er or agem.")
         if settings.selection == "sre2l":
-            require_running_statistics(networks.of(run.make_spec(1)), method)
+            require_running_statistics(networks.build(run.make_spec(1)), method)
 
     def add_task(self, client: Client, network: Network) -> Memory:
         """Return the client's memory with samples of its task, chosen on this network."""
@@ -148,9 +148,8 @@ def choose_at_random(candidates: Candidates, _: None) -> dict[int, Tensor]:
     chosen = {}
     for label, room in candidates.room.items():
         places = candidates.find_places(label)
-        chosen[label] = places[
-            torch.randperm(len(places), generator=candidates.client.make_generator("coreset"))[:room]
-        ]
+        random = candidates.client.make_generator("coreset")
+        chosen[label] = places[torch.randperm(len(places), generator=random)[:room]]
     return chosen
 
 

@@ -99,9 +99,9 @@ class Distilled(FedAvg):
         features = training.compute_features(batch)
         task = training.client.task
         loss = self.weigh_labels(task) * self.compute_cross_entropy(network, features, batch.labels, task)
-        for teacher in training.find_part(Teachers) or ():
+        for teacher in training.find_added(Teachers) or ():
             answers = teacher.compute_logits(batch.inputs)
-            loss = loss + teacher.loss_weight * distill_heads(network, features, answers, self.settings.temperature)
+            loss = loss + teacher.loss_weight * distil_heads(network, features, answers, self.settings.temperature)
         return loss
 
     def weigh_labels(self, task: int) -> float:
@@ -109,7 +109,7 @@ class Distilled(FedAvg):
         return 1.0
 
 
-def distill_heads(network: Network, features: Tensor, answers: Sequence[Tensor], temperature: float) -> Tensor:
+def distil_heads(network: Network, features: Tensor, answers: Sequence[Tensor], temperature: float) -> Tensor:
     """Return the sum of the distillation losses of the heads that the teacher has (Li and Hoiem, section 3)."""
     heads = list(network.heads)[: len(answers)]
     losses = [

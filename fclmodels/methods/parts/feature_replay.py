@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fclmodels.backbones.model.network import Network
 from fclmodels.federation.training.optimisers import Optimiser, make_optimiser
-from fclmodels.methods.parts.distillation import distill_heads
+from fclmodels.methods.parts.distillation import distil_heads
 from fclmodels.methods.parts.feature_flow import FeatureFlow, weigh_by_density
 from fclmodels.methods.parts.joined_heads import compute_cross_entropy_in_heads
 from fclmodels.methods.parts.label_sets import draw_uniformly
@@ -132,4 +132,4 @@ def distil_outputs(network: Network, hidden: Tensor, last: LastLayeredModel, fea
     with torch.no_grad():
         before = last.layer(features)
         answers = [head(before) for head in last.network.heads]
-    return distill_heads(network, hidden, answers, TEMPERATURE)
+    return distil_heads(network, hidden, answers, TEMPERATURE)

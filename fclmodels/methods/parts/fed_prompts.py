@@ -42,7 +42,7 @@ class FedPrompts(FedAvg):
         return self.prompts.weigh(training.client)
 
     def bound_client_weight(self, task: int) -> float:
-        return super().bound_client_weight(task) * self.prompts.bound_rounds(task)
+        return super().bound_client_weight(task) * self.prompts.bound_weight(task)
 
     def remember(self, training: LocalTraining) -> Memory:
         return {**super().remember(training), **self.prompts.make_memory(training.client)}

@@ -84,7 +84,7 @@ class InjectedPrompts(FedAvg):
     def compute_head_loss(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of a batch's features [B, F] and labels [B], with vectors of prototypes."""
         network, task = training.network, training.client.task
-        injected = training.find_part(InjectedPrototypes)
+        injected = training.find_added(InjectedPrototypes)
         if injected is None or not len(injected.labels):  # a monitor's training has none
             return self.compute_cross_entropy(network, features, labels, task)
         vectors, new_labels, tasks = injected.draw(len(labels))
@@ -93,7 +93,7 @@ class InjectedPrompts(FedAvg):
         return self.compute_cross_entropy_by_task(network, features, labels, tasks)
 
     def make_update_form(self, task: int, round: int) -> Form:
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         moments = self.injection.backbone.make_moments_form(network, task, self.injection.bound)
         return {**super().make_update_form(task, round), "moments": moments}
 
@@ -121,7 +121,7 @@ class InjectedPrompts(FedAvg):
         return self.prompts.weigh(training.client)
 
     def bound_client_weight(self, task: int) -> float:
-        return super().bound_client_weight(task) * self.prompts.bound_rounds(task)
+        return super().bound_client_weight(task) * self.prompts.bound_weight(task)
 
     def remember(self, training: LocalTraining) -> Memory:
         return {**super().remember(training), **self.prompts.make_memory(training.client)}

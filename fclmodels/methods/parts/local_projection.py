@@ -143,7 +143,7 @@ def is_vector(name: str, parameter: nn.Parameter) -> bool:
 
 def project_gradients(training: LocalTraining) -> None:
     """Project gradients in place, and keep protected parts of weights from decaying: `change_gradients` for SGD."""
-    projected, gradients = training.find_part(ProjectedSteps), training.gradients
+    projected, gradients = training.find_added(ProjectedSteps), training.gradients
     assert projected is not None
     projected.projection.project_gradients(gradients)
     projected.hold_rows(gradients)
@@ -157,7 +157,7 @@ def project_gradients(training: LocalTraining) -> None:
 
 def project_optimiser_step(training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimiser's step without what acts on the spans: the hook `step` for other optimisers."""
-    projected = training.find_part(ProjectedSteps)
+    projected = training.find_added(ProjectedSteps)
     assert projected is not None
     steps = projected.projection.project_steps(steps)
     projected.hold_rows(steps)

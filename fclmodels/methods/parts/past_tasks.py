@@ -71,6 +71,6 @@ class PastTasks:
 
 @contextmanager
 def isolate_pass(training: LocalTraining) -> Iterator[None]:
-    """While open, passes have the training's precision and leave running statistics as they are."""
+    """Give passes the training's precision, and leave running statistics as they are, while open."""
     with leave_statistics(training.network), training.precision():
         yield

@@ -76,7 +76,7 @@ class PromptTraining:
         }
         return client.weight * rho[self.settings.omega]
 
-    def bound_rounds(self, task: int) -> int:
+    def bound_weight(self, task: int) -> int:
         """Return the largest factor of a client's weight in a task."""
         before = sum(self.run.count_rounds(earlier) for earlier in range(task))
         most = {"samples": 1, "participation": self.run.count_rounds(task)}

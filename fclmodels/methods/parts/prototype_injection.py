@@ -170,7 +170,7 @@ class PrototypeInjection:
 
     def add_own(self, training: LocalTraining) -> None:
         """Give a training its client's own prototypes, where it was sent none of the task."""
-        settings, client, sent = self.settings, training.client, training.find_part(InjectedPrototypes)
+        settings, client, sent = self.settings, training.client, training.find_added(InjectedPrototypes)
         if not settings.own or settings.inject == "missing" or (sent is not None and client.task in sent.tasks):
             return
         gaussians = fit_gaussians(self.count_moments(training))

@@ -138,12 +138,12 @@ class ProxyClassifier:
     @torch.no_grad()
     def restore_old(self, training: LocalTraining) -> None:
         """Undo what weight decay did to old classes' proxies in a step."""
-        if old := training.find_part(OldProxies):
+        if old := training.find_added(OldProxies):
             training.networks[PROXIES][0].get_parameter("weight")[: len(old.weight)] = old.weight
 
     def compute_loss(self, training: LocalTraining, batch: Batch, compare: Compare) -> Tensor:
         """Return NCA + sqrt((n + m) / m) D, by a method's D of block outputs and features from the teacher's."""
-        network, teacher, proxies = training.network, training.find_part(LastModel), training.networks[PROXIES][0]
+        network, teacher, proxies = training.network, training.find_added(LastModel), training.networks[PROXIES][0]
         assert isinstance(proxies, CosineProxies)
         outputs = self.run_blocks(network, batch)
         new = list_task_columns(network.spec, self.run.device)[-1]

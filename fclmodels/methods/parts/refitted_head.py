@@ -82,7 +82,7 @@ class RefittedHead:
     def make_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's sums of its classes, and of the drift near earlier classes' means."""
         spec = self.run.make_spec(task + 1)
-        F, C = self.networks.of(spec).backbone.features, len(spec.tasks[task])
+        F, C = self.networks.build(spec).backbone.features, len(spec.tasks[task])
         parts = {
             "counts": make_outline("count", {"weight": (C,)}, torch.float64),
             "products": make_outline("class-statistics", {"gram": (F, F), "cross": (F, C)}, torch.float64),

@@ -139,7 +139,7 @@ class Rehearsed(FedAvg):
 
     def make_select_form(self, task: int, round: int) -> Form:
         """Return the outlines of what a client tells when it has chosen its exemplars."""
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         return {MEANS: outline_sums(network, self.memory.limit(network.spec))} if self.answers_by_means else {}
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class Rehearsed(FedAvg):
 
     def make_moments_form(self, task: int, round: int) -> Form:
         """Return the outlines of a client's moments of its classes' features."""
-        network = self.networks.of(self.run.make_spec(task + 1))
+        network = self.networks.build(self.run.make_spec(task + 1))
         columns, features = count_columns(network.spec), network.backbone.features
         shapes = {"weight": (columns,), "sum": (columns, features), "square": (columns, features)}
         return {"moments": make_outline("prototype", shapes, torch.float64)}

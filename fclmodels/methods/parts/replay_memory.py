@@ -74,7 +74,7 @@ def descend_both(
 
     loss_of_new: of network, features, labels and task. It is the loss by itself where nothing is stored.
     """
-    replay, network, task = training.find_part(Replay), training.network, training.client.task
+    replay, network, task = training.find_added(Replay), training.network, training.client.task
     if replay is None:
         return loss_of_new(network, training.compute_features(batch), batch.labels, task)
     replayed = replay.draw()

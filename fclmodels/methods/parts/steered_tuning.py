@@ -147,7 +147,7 @@ def normalise(x: Tensor, layer: nn.Module, share: Tensor, present: tuple[Tensor,
 def mix_norms(
     network: Network, shares: Tensor, statistics: Statistics | None, notes: dict[str, list[Tensor]] | None = None
 ) -> Iterator[None]:
-    """While open, batch norms mix stored statistics with these, or (None) with those of the batch, which are noted."""
+    """Let batch norms mix stored statistics with these while open, or (None) with the batch's, which are noted."""
 
     def replace_output(name: str, share: Tensor, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = args[0]

@@ -91,7 +91,7 @@ class SyntheticReplay(FedAvg):
                     f"these {size:,} bytes are in the server's memory and in each of its checkpoints: set "
                     f"methods.{self.name}.side to make smaller images"
                 )
-            if not list_statistics(self.networks.of(self.run.make_spec(1))):
+            if not list_statistics(self.networks.build(self.run.make_spec(1))):
                 lines.append(
                     "the network has no running statistics of batch normalisation: statistics_weight counts for "
                     "nothing, and images follow the classes and the student alone"
@@ -186,7 +186,7 @@ class SyntheticReplay(FedAvg):
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         loss = self.learn(training, training.compute_features(batch), batch.labels)
-        if (teacher := training.find_part(Teacher)) and (images := training.find_part(SyntheticImages)):
+        if (teacher := training.find_added(Teacher)) and (images := training.find_added(SyntheticImages)):
             loss = loss + self.imitate(training, next(images), teacher)
         self.note(training, loss, batch)
         return loss

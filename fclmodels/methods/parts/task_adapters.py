@@ -76,9 +76,8 @@ class AdapterTraining(FedAvg):
 
     def join_own_weights(self, client: Client, payload: Payload) -> dict[str, Tensor]:
         fixed = [payload[name].tensors for name in ("fixed", OWN) if name in payload]
-        return {
-            name: w for tensors in (*fixed, super().join_own_weights(client, payload)) for name, w in tensors.items()
-        }
+        own = super().join_own_weights(client, payload)
+        return {name: w for tensors in (*fixed, own) for name, w in tensors.items()}
 
     def serve(self, server: Server) -> Server:
         """Return the model that answers; low-rank factors are merged, so that it is the plain backbone with a head."""

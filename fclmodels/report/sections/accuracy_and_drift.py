@@ -8,7 +8,7 @@ import polars as pl
 
 from fclmodels.report.charts.axes import choose_ticks_from_zero
 from fclmodels.report.charts.line_charts import LineChart, Series, draw_line_chart
-from fclmodels.report.comparison import mean_and_std
+from fclmodels.report.comparison import compute_mean_and_std
 from fclmodels.report.read_runs import Group, RunFolder
 from fclmodels.report.sections.theorem_assumptions import PLAIN_SGD, list_uncovered
 
@@ -113,7 +113,10 @@ def _compare_with_bound(group: Group) -> list[tuple[int, Spread, Spread]]:
     if not of_runs:
         return []
     by_task = pl.concat(of_runs).group_by("task").agg(pl.col("drift", "drift_bound").sort()).sort("task")
-    return [(task + 1, mean_and_std(drifts), mean_and_std(bounds)) for task, drifts, bounds in by_task.iter_rows()]
+    return [
+        (task + 1, compute_mean_and_std(drifts), compute_mean_and_std(bounds))
+        for task, drifts, bounds in by_task.iter_rows()
+    ]
 
 
 def _find_largest(run: RunFolder) -> pl.DataFrame:
@@ -125,6 +128,6 @@ def _find_largest(run: RunFolder) -> pl.DataFrame:
 def _average_runs(index: int, group: Group, points: pl.DataFrame, x: str) -> Series:
     """Return mean and spread at each x over the runs that have a value there; `run` is their index in the group."""
     by_x = points.group_by(x).agg(pl.col("value").sort()).sort(x)
-    values = [mean_and_std(values) for values in by_x["value"].to_list()]
+    values = [compute_mean_and_std(values) for values in by_x["value"].to_list()]
     runs = [group.runs[number].folder for number in points["run"].unique().sort()]
     return Series(index, group.label, by_x[x].to_list(), [mean for mean, _ in values], [std for _, std in values], runs)

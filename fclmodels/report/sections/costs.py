@@ -11,7 +11,7 @@ from fclmodels.report import labels
 from fclmodels.report.charts.axes import choose_ticks_from_zero
 from fclmodels.report.charts.line_charts import LineChart, Series, draw_line_chart
 from fclmodels.report.charts.scatter_charts import Plane, Spot, draw_against_cost
-from fclmodels.report.comparison import COSTS, list_readings, mean_and_std
+from fclmodels.report.comparison import COSTS, compute_mean_and_std, list_readings
 from fclmodels.report.formatting import format_bytes, format_duration, format_number, format_percent
 from fclmodels.report.read_runs import Group, RunFolder, describe_batch_size
 
@@ -19,12 +19,12 @@ LOSS_POINTS = 120  # a loss curve is averaged down to this many
 Spread = tuple[float | None, float | None]
 
 
-def summarize_costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def summarise_costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return costs of a run with their spread, and each as a share of the largest in its column pair, for the bars."""
     rows: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
-        values = {name: mean_and_std([run.costs[name] for run in group.runs]) for name in COSTS}
-        rounds = mean_and_std([run.rounds.height for run in group.runs])[0]
+        values = {name: compute_mean_and_std([run.costs[name] for run in group.runs]) for name in COSTS}
+        rounds = compute_mean_and_std([run.rounds.height for run in group.runs])[0]
         rows.append({"index": index, "group": group, "rounds": rounds, **values})
     most_bytes = max((row[name][0] or 0 for row in rows for name in ("bytes_up", "bytes_down")), default=0)
     most_seconds = max((row["seconds"][0] or 0 for row in rows), default=0)
@@ -34,13 +34,14 @@ def summarize_costs(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def summarize_stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
+def summarise_stages(groups: Sequence[Group]) -> list[tuple[str, list[float | None]]]:
     """Return mean seconds of each timed stage, and of a round, a column for each group."""
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.result.timings)
     rows = [
-        (name, [mean_and_std([_read_timing(run, name) for run in group.runs])[0] for group in groups]) for name in names
+        (name, [compute_mean_and_std([_read_timing(run, name) for run in group.runs])[0] for group in groups])
+        for name in names
     ]
-    seconds = [mean_and_std([run.costs["seconds_per_round"] for run in group.runs])[0] for group in groups]
+    seconds = [compute_mean_and_std([run.costs["seconds_per_round"] for run in group.runs])[0] for group in groups]
     rows.append(("a round", seconds))
     return [row for row in rows if any(value is not None for value in row[1])]
 
@@ -53,7 +54,7 @@ def _read_timing(run: RunFolder, name: str) -> float | None:
 def count_faults(group: Group) -> dict[str, Spread]:
     """Count what became of the clients that were sampled in a run, with the spread; empty where none can fail."""
     counts = [run.result.faults for run in group.runs if run.result.faults]
-    return {name: mean_and_std([of.get(name) for of in counts]) for name in labels.FAULTS} if counts else {}
+    return {name: compute_mean_and_std([of.get(name) for of in counts]) for name in labels.FAULTS} if counts else {}
 
 
 class Cost(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fclmodels.report import labels
-from fclmodels.report.comparison import summarize_ledger
+from fclmodels.report.comparison import summarise_ledger
 from fclmodels.report.paper_figures import list_paper_notes
 from fclmodels.report.read_runs import Group, RunFolder
 
@@ -46,7 +46,7 @@ def list_notes(groups: Sequence[Group]) -> list[str]:
 
 def list_parts(group: Group) -> list[dict[str, Any]]:
     """Return the rows of a group's privacy ledger, each with when its part is sent."""
-    parts = summarize_ledger(group).to_dicts()
+    parts = summarise_ledger(group).to_dicts()
     for part in parts:
         part["when"] = ", ".join(["each round"] * part["in_rounds"] + ["end of task"] * part["at_end"])
     return parts

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from fclmodels.metrics import confusion_matrix, normalize_rows, sort_readings, tip_acc
+from fclmodels.metrics import confusion_matrix, normalise_rows, sort_readings, tip_acc
 from fclmodels.report import labels
-from fclmodels.report.comparison import mean_and_std
+from fclmodels.report.comparison import compute_mean_and_std
 from fclmodels.report.paired_differences import pair_groups_by_task
 from fclmodels.report.read_runs import Group, describe_batch_size
 
@@ -56,8 +56,8 @@ def _build_confusion_matrix(group: Group, reading: str) -> dict[str, Any]:
     """Return shares of each task's samples by predicted task after the last task, and the mean share that is right."""
     runs = [run for run in group.runs if reading in run.confusion["reading"]]
     counts = [confusion_matrix(run.confusion, reading, run.tasks) for run in runs]
-    right, std = mean_and_std([tip_acc(of_run) for of_run in counts])
-    rows = list(enumerate(build_cells(np.stack([normalize_rows(of_run) for of_run in counts])), start=1))
+    right, std = compute_mean_and_std([tip_acc(of_run) for of_run in counts])
+    rows = list(enumerate(build_cells(np.stack([normalise_rows(of_run) for of_run in counts])), start=1))
     title = labels.title_reading(reading, describe_batch_size([group]))
     folders = [run.folder for run in runs]
     return {"title": title, "seeds": len(runs), "right": right, "std": std, "rows": rows, "runs": folders}
@@ -73,5 +73,5 @@ def build_cells(stack: np.ndarray) -> list[list[dict[str, float | None]]]:
 
 
 def _build_cell(shares: np.ndarray) -> dict[str, float | None]:
-    mean, std = mean_and_std([None if np.isnan(value) else float(value) for value in shares])
+    mean, std = compute_mean_and_std([None if np.isnan(value) else float(value) for value in shares])
     return {"mean": mean, "std": std}

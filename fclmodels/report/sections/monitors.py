@@ -9,7 +9,7 @@ import polars as pl
 
 from fclmodels.report.charts.axes import choose_ticks_around, choose_ticks_from_zero
 from fclmodels.report.charts.line_charts import LineChart, Series, draw_line_chart
-from fclmodels.report.comparison import mean_and_std
+from fclmodels.report.comparison import compute_mean_and_std
 from fclmodels.report.read_runs import Group
 from fclmodels.report.sections.accuracy_and_drift import PERCENT, draw_boundaries, draw_drift
 from fclmodels.report.sections.knowledge import load_used_shares
@@ -131,7 +131,7 @@ def _average(index: int, group: Group, rows: dict[Path, pl.DataFrame], monitor: 
         for run in rows.values()
     ]
     together = pl.concat(of_runs).group_by("task").agg(pl.col("value").sort() * scale).sort("task")
-    values = [mean_and_std(values) for values in together["value"].to_list()]
+    values = [compute_mean_and_std(values) for values in together["value"].to_list()]
     tasks = (together["task"] + 1).to_list()
     return Series(index, group.label, tasks, [mean for mean, _ in values], [std for _, std in values], [*rows])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fclmodels.report import labels
 from fclmodels.report.charts.scatter_charts import SettingValue, SweepChart, draw_sweep
-from fclmodels.report.comparison import list_readings, mean_and_std
+from fclmodels.report.comparison import compute_mean_and_std, list_readings
 from fclmodels.report.read_runs import Group, describe_batch_size, list_distinguishing_facts
 
 FEWEST = 3  # values of a setting that make a curve
@@ -81,7 +81,7 @@ def _draw_sweep(sweep: Sweep, reading: str) -> SweepChart | None:
     for value, group in sweep.groups.items():
         metrics = [run.metrics.get(reading, {}) for run in group.runs]
         (x, x_std), (y, y_std) = (
-            _to_percent(mean_and_std([of.get(name) for of in metrics])) for name in ("bwt", "acc")
+            _to_percent(compute_mean_and_std([of.get(name) for of in metrics])) for name in ("bwt", "acc")
         )
         if x is None or y is None:
             return None

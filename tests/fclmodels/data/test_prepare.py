@@ -20,7 +20,7 @@ from PIL import Image
 from fclmodels.data import prepare as module
 from fclmodels.data.decoding import CHUNK, decode
 from fclmodels.data.prepare import Prepared, prepare
-from fclmodels.data.sources.base import Source, catalogue_arrays
+from fclmodels.data.sources.base import Source, list_arrays
 from fclmodels.errors import UserError
 from fclmodels.plugins import find
 from fclmodels.settings.schema import ImageSettings
@@ -41,7 +41,7 @@ class Arrays(Source):
         half = len(self.labels) // 2
         halves = {"train": slice(None, half), "test": slice(half, None)} if self.official else {None: slice(None)}
         parts = {split: (self.images[rows], self.labels[rows]) for split, rows in halves.items()}
-        return catalogue_arrays(self.name, self.classes, parts)
+        return list_arrays(self.name, self.classes, parts)
 
 
 def random_images(count, *shape, seed=0):

@@ -300,7 +300,7 @@ class Log(Listener):
     def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.calls.append(("client", task, round, done, of))
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         self.calls.append(("round", row["task"], row["round"], row["step"], row["clients"]))
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from fclmodels.backbones.model.network import build_network
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.prepare import Prepared, prepare
-from fclmodels.data.sources.base import Source, catalogue_arrays, make_table
+from fclmodels.data.sources.base import Source, list_arrays, make_table
 from fclmodels.data.sources.letters import LETTERS
 from fclmodels.errors import UserError
 from fclmodels.experiment import pretraining
 from fclmodels.experiment.pretraining import Pretraining, compute_half_cosine, refuse_foreign, split_samples, train
 from fclmodels.plugins import find
-from fclmodels.randomness import generator
+from fclmodels.randomness import make_generator
 from fclmodels.settings.pretrain import load_pretrain_params
 from fclmodels.settings.schema import ImageSettings
 from fclmodels.storage import trees
@@ -67,7 +67,7 @@ def by_hand(folder: Path, official, groups=None) -> Prepared:
 
         def catalogue(self):
             images = np.random.default_rng(0).integers(0, 256, (count, 8, 8), dtype=np.uint8)
-            catalogue = catalogue_arrays(self.name, ("a", "b"), {None: (images, np.arange(count) % 2)})
+            catalogue = list_arrays(self.name, ("a", "b"), {None: (images, np.arange(count) % 2)})
             samples = make_table(np.arange(count) % 2, catalogue.samples["origin"], official=official, group=groups)
             return type(catalogue)(catalogue.classes, catalogue.domains, samples, catalogue.open)
 
@@ -103,7 +103,7 @@ def test_one_step_is_adamws(file, letters):
         file, ["pretrain.epochs=1", "pretrain.batch_size=1000", f"optimizer.weight_decay={decay}"]
     )
     spec = ModelSpec(params.model.model_dump(mode="json"), (1, 8, 8), "growing", (tuple(range(29)),))
-    before = build_network(spec, generator(0, "init")).backbone.state_dict()
+    before = build_network(spec, make_generator(0, "init")).backbone.state_dict()
     after = train(params, letters, CPU, print).weights
     steps = torch.cat([(after[n] - before[n] * (1 - lr * decay)).abs().flatten() for n in before])
     assert steps.max() <= lr * 1.001
@@ -167,7 +167,7 @@ def test_the_weights_are_read_by_model_weights(training, tmp_path):
     outcome = step.run()
     step.publish(tmp_path / "out", outcome)
     settings = step.params.model.model_dump(mode="json") | {"weights": str(tmp_path / "out" / "weights.safetensors")}
-    network = build_network(ModelSpec(settings, (1, 8, 8), "growing", ((0, 1),)), generator(9))
+    network = build_network(ModelSpec(settings, (1, 8, 8), "growing", ((0, 1),)), make_generator(9))
     trained = step.store.get(outcome["objects"]["weights"])
     assert {n: t.tolist() for n, t in network.backbone.state_dict().items()} == {
         n: t.tolist() for n, t in trained.items()

@@ -12,7 +12,7 @@ import pytest
 
 from fclmodels import source_digest
 from fclmodels.backbones.adapters.adapted import Adapted
-from fclmodels.experiment.step_keys import MONITORS, identify, list_modules, list_optional_modules, step_key
+from fclmodels.experiment.step_keys import MONITORS, compute_step_key, identify, list_modules, list_optional_modules
 from fclmodels.federation import evaluation
 from fclmodels.federation.executors.client_work import PROTECTION, list_stage_modules
 from fclmodels.methods.fedavg import FedAvg
@@ -79,7 +79,7 @@ def stale(method_of: Callable[..., Any], edit_sources: Callable[..., None]) -> C
         edit_sources(edits)
         method = method_of(kind, *overrides)
         identity = identify(method)
-        return {stage: step_key(method, identity, stage, "state", 0, 1) for stage in sorted(ALL)}
+        return {stage: compute_step_key(method, identity, stage, "state", 0, 1) for stage in sorted(ALL)}
 
     def compare(edits: Mapping[str, Edit], *overrides: str, method: type[FedAvg] = FedAvg) -> set[str]:
         before, after = keys(method, overrides, {}), keys(method, overrides, edits)
@@ -239,3 +239,21 @@ def test_whoever_attaches_an_adapter_has_its_code_in_the_key() -> None:
     assert len(methods) > 3
     for kind in methods:
         assert "fclmodels.backbones.model.prompt_adapters" in list_closure([kind.__module__]), kind.name
+
+
+@pytest.mark.parametrize(
+    ("setting", "switch"),
+    [
+        ("federation.attack.strength=9", "federation.attack.kind=label-flip"),
+        ("federation.secagg.threshold=0.9", "federation.secagg.on=true"),
+        ("federation.robust.bad=0.3", "federation.aggregation=trimmed-mean"),
+        ("federation.faults.late_rounds=3", "federation.faults.late=0.1"),
+    ],
+)
+def test_settings_of_what_is_off_do_not_count(setting: str, switch: str, method_of: Callable[..., FedAvg]) -> None:
+    assert identify(method_of(FedAvg, setting)) == identify(method_of(FedAvg))
+    assert identify(method_of(FedAvg, switch, setting)) != identify(method_of(FedAvg, switch))
+
+
+def test_papers_figures_do_not_count(method_of: Callable[..., FedAvg]) -> None:
+    assert "fclmodels.settings.preset" not in list_closure(list_modules(method_of(FedAvg)))

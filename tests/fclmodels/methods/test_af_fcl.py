@@ -31,7 +31,7 @@ class Layered(FedAvg):
     paper = "none"
 
     def list_auxiliary_networks(self) -> list[Auxiliary]:
-        width = self.networks.of(self.run.make_spec(1)).backbone.features
+        width = self.networks.build(self.run.make_spec(1)).backbone.features
         return [Auxiliary("layer", {"features": width}, build_layer, "averaged", self.run.params.optimizer)]
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
@@ -102,7 +102,7 @@ def copy_of(training: LocalTraining) -> dict[str, dict[str, Tensor]]:
 
 def test_each_step_moves_its_own_network_alone(training: Callable) -> None:
     made, _, batch = training()
-    replay, before = made.find_part(FeatureReplay), copy_of(made)
+    replay, before = made.find_added(FeatureReplay), copy_of(made)
     features = made.network.backbone(batch.inputs).detach()
     replay.step_flow(features, batch.labels)
     flowed = copy_of(made)
@@ -138,7 +138,7 @@ def test_the_loss_is_the_sum_of_its_terms(training: Callable) -> None:
 
 def test_the_flows_loss_has_draws_of_earlier_classes(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, batch = training(memory=0.5)
-    replay, losses, calls = made.find_part(FeatureReplay), [], []
+    replay, losses, calls = made.find_added(FeatureReplay), [], []
     monkeypatch.setattr("fclmodels.methods.parts.feature_replay.descend", lambda _, loss: losses.append(loss.item()))
     draw = replay.last.flow.draw
     monkeypatch.setattr(
@@ -155,7 +155,7 @@ def test_the_flows_loss_has_draws_of_earlier_classes(training: Callable, monkeyp
 def test_draws_that_are_too_far_move_nothing(training: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw of ten times the longest features' length, or one that is no number, is left out."""
     made, _, batch = training()
-    replay, features = made.find_part(FeatureReplay), made.network.backbone(batch.inputs).detach()
+    replay, features = made.find_added(FeatureReplay), made.network.backbone(batch.inputs).detach()
     longest = features.norm(dim=1).max()
     lengths = torch.tensor([9.9, 10.1, math.nan, math.inf]).repeat(2) * longest
     far = torch.nn.functional.normalize(torch.ones(8, features.shape[1])) * lengths[:, None]

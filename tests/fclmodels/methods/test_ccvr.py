@@ -50,7 +50,7 @@ def test_after_a_task_the_heads_alone_have_changed(
     before = {name: tensor.clone() for name, tensor in plain.weights.items()}
     losses = [work.step(number) for number in range(steps)]
     assert losses[-1] < losses[0]
-    network = method.networks.of(untrained.spec).state_dict()
+    network = method.networks.build(untrained.spec).state_dict()
     changed = {name for name, tensor in network.items() if not torch.equal(tensor, before[name])}
     assert changed == {"heads.0.weight", "heads.0.bias"}
 
@@ -72,7 +72,7 @@ def test_the_servers_steps_are_sgd_by_hand(method_of: Callable, federate: Callab
             velocity[place] = 0.9 * velocity[place] + gradient
             with torch.no_grad():
                 tensor -= lr * velocity[place]
-    heads = method.networks.of(server.spec).heads.state_dict()
+    heads = method.networks.build(server.spec).heads.state_dict()
     torch.testing.assert_close(heads["0.weight"], W.detach())
     torch.testing.assert_close(heads["0.bias"], b.detach())
 

@@ -109,7 +109,7 @@ def trainings(method: FedCil, server: Any, client_of: Callable, memories: dict[i
     payload, made = method.make_payload(server), {}
     for index in method.list_participants(server.task):
         client = replace(client_of(method, index, server.task, memory=memories.get(index)), round=round)
-        of = method.prepare_training(client, payload).find_part(GanTraining)
+        of = method.prepare_training(client, payload).find_added(GanTraining)
         made[index] = (of, None if of.past is None else of.past[1].tolist(), of.own.tolist())
     return made
 
@@ -186,9 +186,8 @@ def test_a_stream_that_goes_on_adds_rows_to_all_generators(
     states = [server.networks["generator"], *(of["state"] for of in server.knowledge["earlier"].values())]
     assert [len(state["of_class.weight"]) for state in states] == [6] * 5
     assert torch.equal(states[0]["of_class.weight"][:4], before.networks["generator"]["of_class.weight"])
-    assert longer.train(client_of(longer, 0, 2, memory=memory), longer.make_payload(server)).memory[
-        "columns"
-    ].tolist() == [*range(2, 6)]
+    trained = longer.train(client_of(longer, 0, 2, memory=memory), longer.make_payload(server))
+    assert trained.memory["columns"].tolist() == [*range(2, 6)]
     after = run_round(longer, server)
     assert all(tensor.isfinite().all() for tensor in after.networks["generator"].values())
 

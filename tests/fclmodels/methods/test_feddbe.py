@@ -113,7 +113,7 @@ def test_a_clients_vector_steps_beside_the_model_and_answers_for_it_alone(
 
 
 def method_features(method: Any) -> int:
-    return method.networks.of(method.run.make_spec(1)).backbone.features
+    return method.networks.build(method.run.make_spec(1)).backbone.features
 
 
 def test_without_pull_and_vector_it_is_fedavg_to_the_bit(method_of: Callable, federate: Callable) -> None:

@@ -43,7 +43,7 @@ def test_a_clamp_lets_gradients_through() -> None:
 
 def test_facts_are_moments_of_what_enters_layers(method_of: Callable) -> None:
     method = method_of(FedL2pMeta)
-    network = method.networks.of(method.run.make_spec(1)).eval()
+    network = method.networks.build(method.run.make_spec(1)).eval()
     inputs = torch.randn(7, 1, 6, 6)
     facts = look_at(network, inputs.split(3))
     with torch.no_grad():

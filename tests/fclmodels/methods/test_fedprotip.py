@@ -572,7 +572,7 @@ class StoppedError(Exception):
 class Stops(Listener):
     """Stops a run after a round of a task."""
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         if (row["task"], row["round"]) == (1, 1):
             raise StoppedError
 

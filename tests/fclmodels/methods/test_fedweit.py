@@ -134,11 +134,11 @@ def test_the_base_is_held_under_earlier_masks(method: Any, client_of: Callable, 
     masks = [{name: torch.randn(len(B)) for name, B in base.items()} for _ in range(2)]
     memory = {"tasks": {str(i): {"mask": mask} for i, mask in enumerate(masks)}}
     training = method.prepare_training(client_of(method, 1, 1, memory=memory), method.make_payload(server))
-    of = training.find_part(Decomposition)
+    of = training.find_added(Decomposition)
     assert isinstance(of, Decomposition)
     with torch.no_grad():
         of.base[W] += 1
-    method.finish_step(training)
+    method.add_round(training)
     s = sum(torch.sigmoid(mask[W]) ** 2 for mask in masks)
     assert_allclose(of.base[W].detach() - base[W], (1 / (1 + 0.05 * 100 * s))[:, None].expand_as(base[W]), rtol=1e-4)
 

@@ -129,7 +129,7 @@ def test_clients_that_join_late_or_miss_a_task(
         (3, method.memories[1, 3], [4, 4]),
     ):
         training = method.prepare_training(client_of(method, index, 2, memory=memory), payload)
-        teachers = training.find_part(Teachers)
+        teachers = training.find_added(Teachers)
         assert [len(weight) for teacher in teachers for weight, _ in teacher.heads] == rows
         assert [teacher.loss_weight for teacher in teachers] == pytest.approx([0.5, 0.3] if len(rows) == 2 else [0.8])
         inputs = next(next(client_of(method, index, 2).yield_epochs())).inputs
@@ -146,7 +146,7 @@ def test_old_heads_of_a_client_that_missed_their_task_move_for_the_servers_sake(
     payload = method.make_payload(method.start_task(after_each_task(method)[1], 2))
     client = client_of(method, 1, 2, memory=method.memories[0, 1])
     training = method.prepare_training(client, payload)
-    assert [len(teacher.heads) for teacher in training.find_part(Teachers)] == [2, 1]
+    assert [len(teacher.heads) for teacher in training.find_added(Teachers)] == [2, 1]
     update = method.train(client, payload).tensors["update"]
     assert all(update[f"heads.{head}.weight"].any() for head in range(3))
 

@@ -282,7 +282,7 @@ def test_fots_loss_against_numpy(
     client = client_of(method, 1, 1, memory=memory)
     training, again = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
     batch = next(next(method.yield_epochs(training)))
-    replayed = again.find_part(Replay).draw()
+    replayed = again.find_added(Replay).draw()
     loss = float(method.compute_loss(training, batch).detach())
     p = []
     for part in (batch, replayed):

@@ -18,7 +18,7 @@ from fclmodels.federation.prediction import predict_by_heads
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
 from fclmodels.methods.lwf import Lwf
-from fclmodels.methods.parts.distillation import Teachers, distill_heads
+from fclmodels.methods.parts.distillation import Teachers, distil_heads
 from fclmodels.storage import trees
 
 HARD = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1", "model.dropout=[0.2, 0.5]")
@@ -146,7 +146,7 @@ def test_the_teacher_is_last_tasks_model_in_evaluation_mode(
     server = method.start_task(ended, 1)
     client = client_of(method, 0, 1)
     training = method.prepare_training(client, method.make_payload(server))
-    (teacher,) = training.find_part(Teachers)
+    (teacher,) = training.find_added(Teachers)
     inputs = first_batch(client).inputs
     training.run()
     (answer,) = teacher.compute_logits(inputs)
@@ -197,10 +197,10 @@ def test_a_heavier_lesson_keeps_old_answers(
         training.run()
         batch = first_batch(client)
         teacher = method_of(Lwf, splits=splits_of(**STREAMS[stream]), weight=1.0)
-        (last_model,) = teacher.prepare_training(client, method.make_payload(server)).find_part(Teachers)
+        (last_model,) = teacher.prepare_training(client, method.make_payload(server)).find_added(Teachers)
         with torch.no_grad():
             features = training.network.backbone(batch.inputs)
-            distance = distill_heads(training.network, features, last_model.compute_logits(batch.inputs), 2.0)
+            distance = distil_heads(training.network, features, last_model.compute_logits(batch.inputs), 2.0)
         distances.append(float(distance))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < distances[0] / 4

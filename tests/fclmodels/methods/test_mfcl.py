@@ -90,7 +90,7 @@ def test_the_loss_is_the_sum_of_its_three_terms(head: str, second_task: Callable
     torch.manual_seed(3)
     loss = method.compute_loss(training, batch).item()
     torch.manual_seed(3)
-    drawn, columns = training.find_part(DrawnImages).draw(method.run.device)
+    drawn, columns = training.find_added(DrawnImages).draw(method.run.device)
     assert drawn.shape == (5, 1, 6, 6)
     assert set(columns.tolist()) <= {0, 1}
 

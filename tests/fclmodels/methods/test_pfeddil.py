@@ -86,7 +86,7 @@ def test_a_task_starts_at_the_model_that_knows_it(method_of: Callable, client_of
 def test_a_clients_models_answer_together(method_of: Callable, client_of: Callable, federate: Callable) -> None:
     method = method_of(PFedDil)
     server, zero = federate(method), torch.zeros(())
-    features = method.networks.of(server.spec).backbone.features
+    features = method.networks.build(server.spec).backbone.features
     aux = {"weight": torch.zeros(features), "bias": zero}
     first = {name: w[:2] if name.startswith("heads") else w for name, w in server.weights.items()}
     models = {"0": {"weights": first, "aux": aux, "task": 0}, "1": {"weights": server.weights, "aux": aux, "task": 1}}

@@ -29,7 +29,7 @@ AUTO = {"lambda": "auto"}
 def searched(losses: list[float], rounds: int, tolerance: float = 0.05) -> Search:
     search = Search()
     for loss in losses:
-        search = search.finish_step(loss, GUESSING, tolerance, rounds)
+        search = search.add_round(loss, GUESSING, tolerance, rounds)
     return search
 
 
@@ -54,11 +54,11 @@ def test_steps_by_hand() -> None:
     settled = searched([2.3, 0.3, 0.3], rounds=10)
     assert settled.compute_radius(2.0, last=False) == pytest.approx(2 * math.exp(-0.12))
     assert settled.compute_radius(2.0, last=True) == 2.0
-    out = settled.finish_step(0.5, GUESSING, 0.05, 10)
+    out = settled.add_round(0.5, GUESSING, 0.05, 10)
     assert (out.within, out.step) == (False, pytest.approx(0.06))
     assert out.compute_radius(1.5, last=True) == pytest.approx(1.5 * math.exp(0.06))
-    assert out.finish_step(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
-    back = out.finish_step(0.3, GUESSING, 0.05, 10)
+    assert out.add_round(0.5, GUESSING, 0.05, 10).step == pytest.approx(0.072)
+    back = out.add_round(0.3, GUESSING, 0.05, 10)
     assert (back.within, back.step) == (True, pytest.approx(0.03))
 
 
@@ -78,7 +78,7 @@ def test_it_finds_the_smallest_drift_that_is_good_enough(far: float, floor: floa
     """On a bowl, L(d) = floor + (start - floor) (1 - d / far)^2, whose bottom is four rounds away without an anchor."""
     drift, search, rounds = 0.0, Search(), 40
     for _ in range(rounds):
-        search = search.finish_step(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
+        search = search.add_round(floor + (start - floor) * (1 - drift / far) ** 2, GUESSING, 0.05, rounds)
         drift = min(search.compute_radius(drift, last=False), drift + far / 4, far)
     best = far * (1 - math.sqrt(0.05 * (GUESSING - floor) / (start - floor)))
     assert drift == pytest.approx(best, rel=0.1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fclmodels.federation.training.local_training import LocalTraining
 from fclmodels.methods.fedavg import FedAvg
-from fclmodels.methods.parts.anchor import AnchoredParameters, rows
+from fclmodels.methods.parts.anchor import AnchoredParameters, flatten_rows
 from fclmodels.methods.special_c import SpecialC
 from fclmodels.storage import trees
 
@@ -25,11 +25,11 @@ class ByStep(SpecialC):
     """SPECIAL-C in terms of the whole step: w + s becomes (w + s + c W*) / (1 + c)."""
 
     def step(self, training: LocalTraining, steps: dict[str, Tensor]) -> dict[str, Tensor]:
-        anchored, c = training.find_part(AnchoredParameters), self.settings.c
+        anchored, c = training.find_added(AnchoredParameters), self.settings.c
         assert anchored is not None
         for name, anchor in anchored.anchor.items():
             proposed = anchored.parameters[name]  # they are where the optimiser wants them to be
-            rows(steps[name], anchor).add_((proposed + c * anchor) / (1 + c) - proposed)
+            flatten_rows(steps[name], anchor).add_((proposed + c * anchor) / (1 + c) - proposed)
         return steps
 
     def finish_step(self, training: LocalTraining) -> None:
@@ -89,7 +89,7 @@ def test_the_mapping_is_the_proximal_one(
     v = training.parameters["backbone.fc2.bias"].detach().double().numpy().copy()
     anchor = server.knowledge["anchor"]["backbone.fc2.bias"].double().numpy()
     best = minimize(lambda w: ((w - v) ** 2).sum() / 2 + 0.7 * ((w - anchor) ** 2).sum() / 2, v, tol=1e-9).x
-    method.finish_step(training)
+    method.add_round(training)
     torch.testing.assert_close(
         training.parameters["backbone.fc2.bias"].detach().double(), torch.from_numpy(best), rtol=0, atol=1e-5
     )
@@ -130,7 +130,7 @@ def test_by_default_a_round_is_proximal_gradient_steps_of_specials_objective(
             for (name, p), g in zip(parameters.items(), gradients, strict=True):
                 p -= eta * g
                 if name in anchor:
-                    old = rows(p, anchor[name])
+                    old = flatten_rows(p, anchor[name])
                     old.copy_((old / eta + 0.25 * anchor[name]) / (1 / eta + 0.25))
     expected = {name: p.detach().clone() for name, p in parameters.items()}
     for name, update in method.train(client, payload).tensors["update"].items():

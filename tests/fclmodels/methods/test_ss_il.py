@@ -28,7 +28,7 @@ def test_the_loss_against_numpy(
     client = client_of(method, 1, 2, memory=memory)
     training, again = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
     batch = next(next(method.yield_epochs(training)))
-    replayed = again.find_part(Replay).draw(3)
+    replayed = again.find_added(Replay).draw(3)
     training.network.eval()
     loss = float(method.compute_loss(training, batch).detach())
 

@@ -8,11 +8,11 @@ from run_folders import read_results
 from fclmodels.metrics import select_shown
 from fclmodels.report.comparison import (
     compare_folders,
+    compute_mean_and_std,
     list_accuracy_cells,
     list_accuracy_curves,
-    mean_and_std,
     sum_bytes_by_task,
-    summarize_ledger,
+    summarise_ledger,
 )
 from fclmodels.report.read_runs import group_runs, read_runs
 
@@ -58,7 +58,7 @@ def test_one_seed_has_no_standard_deviation(folders):
 )
 def test_spread(values, expected):
     # (0.2 - 0.3)^2 + (0.4 - 0.3)^2 = 0.02, over n - 1 = 1
-    assert mean_and_std(values) == (pytest.approx(expected) if None not in expected else expected)
+    assert compute_mean_and_std(values) == (pytest.approx(expected) if None not in expected else expected)
 
 
 def test_comparison_has_the_task_prediction_where_there_is_one(predicting):
@@ -108,7 +108,7 @@ def test_bytes_by_task_add_up_to_the_runs_traffic(folders):
 
 def test_ledger_by_hand(folders):
     group = next(group for group in group_runs(read_runs(folders)) if group.label == "fedprotip")
-    parts = {row["part"]: row for row in summarize_ledger(group).to_dicts()}
+    parts = {row["part"]: row for row in summarise_ledger(group).to_dicts()}
     assert list(parts) == ["update", "basis", "reference", "count", "weights"]  # up by size, then down
     # 4 clients, 3 tasks of 2 rounds; three equal runs
     assert parts["update"]["bytes"] == 4 * 3 * 2 * 102_400

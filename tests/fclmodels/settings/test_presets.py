@@ -19,7 +19,7 @@ from fclmodels.backbones.model.network import build_network, build_skeleton
 from fclmodels.backbones.model.prompt_adapters import adapt
 from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.prepare import prepare
-from fclmodels.data.sources.base import catalogue_arrays
+from fclmodels.data.sources.base import list_arrays
 from fclmodels.data.sources.digits import DIGITS
 from fclmodels.data.splits.make_splits import write_splits
 from fclmodels.data.splits.split_reader import Splits
@@ -263,7 +263,7 @@ def test_digit10_is_one_stream_of_the_ten_digits(tmp_path: Path) -> None:
     for part, size in zip(source.parts, ((16,), (32, 3), (28,), (28,)), strict=True):
         images = np.zeros((200, size[0], *size), np.uint8)
         halves = {split: (images[:100], np.arange(100) % 10) for split in ("train", "test")}
-        part.catalogue = lambda halves=halves, name=part.name: catalogue_arrays(name, DIGITS, halves)
+        part.catalogue = lambda halves=halves, name=part.name: list_arrays(name, DIGITS, halves)
     prepare(source, tmp_path / "prepared")
     stream, partition = (
         find(kind, getattr(params, kind).kind)(getattr(params, kind)) for kind in ("stream", "partition")

@@ -1,6 +1,7 @@
 """`fcl new-method`: the files of a method, which pass the contract as they are written."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from fclmodels.errors import UserError
+from fclmodels.methods.fedavg import FedAvg
 from flows.cli.new_method import insert_block, write_files
 
 ROOT = Path(__file__).parents[3]
@@ -87,3 +89,11 @@ def test_a_new_method_passes_its_test_and_the_contract_as_it_is_written(tmp_path
         "tests/fclmodels/test_plugins.py",
         "tests/fclmodels/settings/test_load.py",
     )
+
+
+def test_the_hooks_that_its_text_names_are_there(tmp_path: Path) -> None:
+    method, _, _ = write_files("lean-avg", tmp_path)
+    _, _, hooks = method.read_text().partition("# Other places to differ from FedAvg: ")
+    named = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", hooks.partition("an exchange of one's")[0])) - {"__init__"}
+    assert {"compute_loss", "make_payload", "make_update_form"} <= named
+    assert all(hasattr(FedAvg, name) for name in named)

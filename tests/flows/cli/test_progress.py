@@ -24,7 +24,7 @@ def report_run(progress: SilentProgress, tasks: int, rounds: int) -> None:
             for round in range(rounds):
                 for done in (1, 2, 3):
                     progress.on_client_done(task, round, done, 3)
-                progress.round_done(make_row(task, round))
+                progress.on_round_done(make_row(task, round))
             progress.on_task_learned(task, SUMMARY, cached=False)
 
 
@@ -43,7 +43,7 @@ def test_a_long_task_says_now_and_then_where_it_is(monkeypatch: pytest.MonkeyPat
     console = Console(file=io.StringIO(), force_terminal=False)
     lines = LineProgress("fedavg-0", [50], console)
     for round in range(4):
-        lines.round_done(make_row(0, round))
+        lines.on_round_done(make_row(0, round))
     assert console.file.getvalue() == "fedavg-0: task 1 of 1, round 3 of 50, loss 0.500\n"
 
 
@@ -52,8 +52,8 @@ def test_bars_tell_the_time_left_from_the_rounds_done_here() -> None:
     bars = BarProgress("fedavg-0", [10, 20], console)
     with bars:
         bars.on_task_learned(0, SUMMARY, cached=True)
-        bars.round_done(make_row(1, 3, seconds=4.0))
-        bars.round_done(make_row(1, 4, seconds=2.0))
+        bars.on_round_done(make_row(1, 3, seconds=4.0))
+        bars.on_round_done(make_row(1, 4, seconds=2.0))
     (over_rounds,) = [task for task in bars.bars.tasks if task.total == 30]
     assert over_rounds.completed == 15
     assert over_rounds.description == "fedavg-0: task 2 of 2, rounds"
@@ -67,7 +67,7 @@ def test_bars_tell_the_time_left_from_the_rounds_done_here() -> None:
 def test_answers_are_told_where_they_are_not_one_of_each_client_in_time(answers: int, late: int, note: str) -> None:
     bars = BarProgress("fedavg-0", [10], Console(file=io.StringIO(), force_terminal=True, width=200))
     with bars:
-        bars.round_done(make_row(0, 9, answers=answers, late=late))
+        bars.on_round_done(make_row(0, 9, answers=answers, late=late))
     (over_rounds,) = [task for task in bars.bars.tasks if task.total == 10]
     assert over_rounds.fields["note"] == f"loss 0.500{note}, 0:00 left"
 

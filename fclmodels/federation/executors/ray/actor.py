@@ -99,10 +99,8 @@ class Host:
             answers.append(answer | {"parts": convert_parts_to_tree(reply.parts)})
         # Where replies differ or have defects, some are refused, and a sum with them is of no use.
         alike = len(forms) == 1 and not any(answer.get("defect") for answer in answers)
-        return {
-            "answers": answers,
-            "sums": {name: total.compute_sum() for name, total in sums.items()} if alike else {},
-        }
+        summed = {name: total.compute_sum() for name, total in sums.items()} if alike else {}
+        return {"answers": answers, "sums": summed}
 
     def _answer(self, client: int, memory: str | None, files: dict[str, torch.Tensor]) -> tuple[Tree, Reply]:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:

@@ -51,11 +51,10 @@ class Conflicts(Monitor):
         round, server = before.round, before.server
         if round % self.method.run.params.monitors.every:
             return
-        moving = self.method.select_trainable(
-            self.method.networks.load(server.spec, server.weights), server.task
-        ).keys()
+        network = self.method.networks.load(server.spec, server.weights)
+        moving = self.method.select_trainable(network, server.task).keys()
         current = {
-            training.client.index: gradient(self.method, server, training, moving)
+            training.client.index: compute_gradient(self.method, server, training, moving)
             for _, training in list_trainings(self.method, server, self.task)
         }
         G = compute_inner_products(list(current.values()))
@@ -79,12 +78,14 @@ class Conflicts(Monitor):
         for about in range(self.task):
             for _, training in list_trainings(self.method, server, about):
                 if (client := training.client.index) in current:
-                    earlier = gradient(self.method, server, training, moving)
+                    earlier = compute_gradient(self.method, server, training, moving)
                     by_client[client].append(compute_cosines(compute_inner_products([current[client], earlier])))
         return {client: torch.cat(values) for client, values in by_client.items() if values}
 
 
-def gradient(method: "Method", server: Server, training: LocalTraining, moving: Collection[str]) -> dict[str, Tensor]:
+def compute_gradient(
+    method: "Method", server: Server, training: LocalTraining, moving: Collection[str]
+) -> dict[str, Tensor]:
     """Return the gradient of a client's loss on its rows of a task, for all that moves, in the server's shapes."""
     parameters = {name: p for name, p in training.network.named_parameters() if name in moving}
     total = {name: torch.zeros_like(server.weights[name], dtype=torch.float32) for name in moving}

@@ -125,9 +125,8 @@ def iterate_mini_batches(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of samples and the gradient of the loss, by name, of each of a client's mini-batches."""
     for batch in iterate_batches(training.client):
-        gradients = torch.autograd.grad(
-            method.compute_loss(training, batch), list(parameters.values()), allow_unused=True
-        )
+        loss = method.compute_loss(training, batch)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         named = zip(parameters, gradients, strict=True)
         yield len(batch.labels), {name: g.cpu() for name, g in named if g is not None}
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.monitors.oracles.conflicts import gradient
+from fclmodels.federation.monitors.oracles.conflicts import compute_gradient
 from fclmodels.federation.monitors.oracles.gradients import (
     compute_loss,
     compute_squared_norm,
@@ -67,7 +67,7 @@ class Transfer(Monitor):
             return
         at_start, slope = self.old
         clients = [
-            gradient(self.method, server, training, training.parameters.keys())
+            compute_gradient(self.method, server, training, training.parameters.keys())
             for _, training in list_trainings(self.method, server, self.task)
         ]
         self.note("epsilon", min(compute_cosine(g, slope) for g in clients), round)

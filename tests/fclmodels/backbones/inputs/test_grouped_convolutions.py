@@ -148,7 +148,7 @@ def test_methods_keep_what_each_channel_saw(kind: type, method_of: Callable, fed
     method = method_of(kind, *MOBILE, patches=64, protect=("stages.1",), threshold_by="fixed")
     first, second = federate(method, tasks=1), federate(method, tasks=2)
     bases = first.knowledge["bases"]
-    layers = find_layers(method.networks.of(method.run.spec(1)), method.run.splits.shape)
+    layers = find_layers(method.networks.build(method.run.make_spec(1)), method.run.splits.shape)
     depthwise = {name: layer for name, layer in layers.items() if layer.groups > 1}
     depthwise = {name: layer for name, layer in depthwise.items() if name.startswith("backbone.stages.1.")}
     assert len(depthwise) == 8

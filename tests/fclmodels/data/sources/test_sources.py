@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 from fclmodels.data.sources import torchvision_sets
-from fclmodels.data.sources.base import Normalisation, catalogue_arrays
+from fclmodels.data.sources.base import Normalisation, list_arrays
 from fclmodels.data.sources.idx import read_idx
 from fclmodels.errors import UserError
 from fclmodels.plugins import find, load_all
@@ -393,7 +393,7 @@ def test_parts_that_share_their_labels_are_domains_of_the_same_classes(tmp_path)
     """By name, whatever number a part gives it."""
     write_images(tmp_path, "one/b/1.png", "one/a/2.png", value=1)
     folder = {"source": "image-folder", "folder": "one"}
-    arrays = catalogue_arrays("arrays", ("b", "a"), {None: (np.zeros((2, 4, 4), np.uint8), np.array([0, 1]))})
+    arrays = list_arrays("arrays", ("b", "a"), {None: (np.zeros((2, 4, 4), np.uint8), np.array([0, 1]))})
     made = source("sequence", tmp_path, label_space="shared", parts=[folder, folder | {"name": "again"}])
     made.parts[1].catalogue = lambda: arrays
     catalogue = made.catalogue()

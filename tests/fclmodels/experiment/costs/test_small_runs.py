@@ -20,12 +20,12 @@ def test_small_runs_are_known_by_their_shapes(experiment_of: Callable[..., Exper
 @pytest.mark.parametrize("method", sorted(plugins.load_all("method")))
 def test_to_look_at_a_network_changes_nothing_of_it(method: str, experiment_of: Callable[..., Experiment]) -> None:
     run = experiment_of(method=method)
-    network = run.method.networks.of(run.method.run.make_spec(1))
+    network = run.method.networks.build(run.method.run.make_spec(1))
     before = [(tensor.clone(), network.training) for tensor in network.state_dict().values()]
     state = torch.get_rng_state()
     is_small(run)
     assert torch.get_rng_state().equal(state)
-    assert run.method.networks.of(run.method.run.make_spec(1)) is network
+    assert run.method.networks.build(run.method.run.make_spec(1)) is network
     for (tensor, mode), other in zip(before, network.state_dict().values(), strict=True):
         assert tensor.equal(other)
         assert mode == network.training

@@ -21,7 +21,7 @@ from fclmodels.experiment.experiment import Experiment
 from fclmodels.federation.engine import faults
 from fclmodels.federation.engine.checkpoints import Checkpoints
 from fclmodels.federation.engine.faults import MOST_DRAWS
-from fclmodels.federation.engine.ledger import ledger_table, open_ledger
+from fclmodels.federation.engine.ledger import make_ledger_table, open_ledger
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.engine.rounds import learn, sample_clients
@@ -81,7 +81,7 @@ def learned(tmp_path: Path) -> Callable[[FedAvg], Learned]:
             open_ledger(method, checkpoints.ledger),
             Listener(),
         )
-        tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+        tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), make_ledger_table(checkpoints.ledger)
         checkpoints.close()
         return Learned(position.server, *tables, position.late, position.memories)
 
@@ -258,7 +258,7 @@ def test_means_that_travel_as_two_sums_stay_means_with_late_ones_behind(
     in_time: list[Any], late: list[Any], least: Least, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The same bits in every order of arrival, within the values' hull, equal to numpy's weighted average."""
-    terms = [*((v, 1.0) for v in in_time), *((v, faults.weight(age)) for v, age in late)]
+    terms = [*((v, 1.0) for v in in_time), *((v, faults.weigh_late(age)) for v, age in late)]
     orders = [list(range(len(terms))), data.draw(st.permutations(range(len(terms))))]
     sums = []
     for order in orders:
@@ -351,7 +351,7 @@ def test_more_answers_than_clients_are_refused_before_a_run(params_of: Callable)
 def losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[tuple[int, int, int], str]], None]:
     """Losses by hand in the place of drawn ones."""
     return lambda known: monkeypatch.setattr(
-        faults, "draw_loss", lambda run, task, round, client, draw: known.get((round, client, draw))
+        faults, "draw_cause", lambda run, task, round, client, draw: known.get((round, client, draw))
     )
 
 
@@ -392,7 +392,7 @@ def test_losses_are_drawn_at_the_rates_and_only_of_those_that_are_there(
 ) -> None:
     rates = ("federation.faults.crash=0.3", "federation.faults.out_of_memory=0.2")
     run = method_of(FedAvg, *rates).run
-    drawn = Counter(faults.draw_loss(run, 0, number, client, 0) for number in range(200) for client in range(10))
+    drawn = Counter(faults.draw_cause(run, 0, number, client, 0) for number in range(200) for client in range(10))
     expected = {"out of memory": 0.2, "crash": 0.8 * 0.3, None: 0.8 * 0.7}
     assert all(abs(drawn[fate] - 2000 * p) < 5 * (2000 * p * (1 - p)) ** 0.5 for fate, p in expected.items())
     settings = (*rates, "federation.faults.missing=0.3", "federation.rounds=10", "federation.faults.least=2")
@@ -494,7 +494,7 @@ class Dies(Listener):
     def on_client_done(self, task: int, round: int, done: int, of: int) -> None:
         self.happened("client")
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         self.happened("round")
 
 

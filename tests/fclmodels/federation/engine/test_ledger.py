@@ -6,7 +6,7 @@ import polars as pl
 import torch
 
 from fclmodels.federation.engine.journal import Log
-from fclmodels.federation.engine.ledger import Ledger, ledger_table
+from fclmodels.federation.engine.ledger import Ledger, make_ledger_table
 from fclmodels.federation.executors.base import Job
 from fclmodels.federation.messages import Part, Reply
 
@@ -34,7 +34,7 @@ def table_of(tmp_path: Path, order: list[int]) -> pl.DataFrame:
             ledger.note_memory(job, client, memory if client == 4 else None)
         assert ledger.bytes_down == len(order) * (40 + 3)
         assert ledger.bytes_up == sum(40 + 8 * (client + 1) for client in order)
-    return ledger_table(log)
+    return make_ledger_table(log)
 
 
 def test_every_part_both_ways_is_counted_for_every_client(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_exchanges_before_and_after_the_rounds_stand_in_the_order_in_which_they_
     in_time = [-1001, -1002, 0, 1, 2, -1, -2, -3]
     for round in in_time:
         Ledger(log).note_payload(Job("bases", 0, round, PAYLOAD, tmp_path), [0])
-    assert ledger_table(log)["round"].unique(maintain_order=True).to_list() == in_time
+    assert make_ledger_table(log)["round"].unique(maintain_order=True).to_list() == in_time
 
 
 def test_what_is_downloaded_once_a_task_is_not_sent_again_in_its_next_step(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fclmodels.errors import UserError
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.checkpoints import Checkpoints
-from fclmodels.federation.engine.ledger import ledger_table, open_ledger
+from fclmodels.federation.engine.ledger import make_ledger_table, open_ledger
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.rounds import learn
 from fclmodels.federation.exchange import TRAIN, Answer
@@ -422,7 +422,7 @@ def learned(tmp_path: Path) -> Callable[..., tuple[Server, pl.DataFrame, pl.Data
                 open_ledger(method, checkpoints.ledger),
                 heard,
             )
-            tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), ledger_table(checkpoints.ledger)
+            tables = pl.DataFrame(checkpoints.rounds.read_rows(), schema=ROUNDS), make_ledger_table(checkpoints.ledger)
         return position.server, *tables, heard
 
     return learn_first
@@ -589,7 +589,7 @@ def test_second_replies_are_looked_at_too(
         heard,
     ).server
     assert heard.lines == [(0, 0, client, "update is not finite") for client in (1, 2)]
-    table = ledger_table(checkpoints.ledger)
+    table = make_ledger_table(checkpoints.ledger)
     assert table.filter(direction="refused")["client"].to_list() == [1, 2]
     assert table.filter(direction="up", part="update")["client"].to_list() == [0, 1, 2, 3]
     checkpoints.close()

@@ -15,7 +15,7 @@ from fclmodels import plugins
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.errors import UserError
 from fclmodels.experiment.experiment import Experiment
-from fclmodels.federation.engine.faults import leaves_before
+from fclmodels.federation.engine.faults import draw_step_of_leaving
 from fclmodels.federation.engine.listener import Listener
 from fclmodels.federation.engine.replies import Replies
 from fclmodels.federation.executors.base import ClientResult, Job
@@ -207,7 +207,7 @@ def test_without_those_that_are_missing_it_ends_as_the_plain_round_does(
     took = [ledger.filter(pl.col("part") == part, pl.col("round") >= 0).height for part in steps]
     assert took[0] > took[1] > took[2] == took[3] == tables[0]["answers"].sum()
     run = found[0][1].method.run
-    assert {leaves_before(run, 0, round, client) for round in range(5) for client in range(6)} == {0, 1, 2}
+    assert {draw_step_of_leaving(run, 0, round, client) for round in range(5) for client in range(6)} == {0, 1, 2}
 
 
 # The same bits again

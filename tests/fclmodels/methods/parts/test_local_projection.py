@@ -136,9 +136,8 @@ def test_rows_of_other_tasks_stay_to_the_bit(
     first, second = (server.weights for server in after_each_task(method_of(FedProTIP, *optimiser)))
     for name in ("heads.0.weight", "heads.0.bias"):
         assert torch.equal(second[name][:2], first[name])
-        drawn = method_of(FedProTIP, *optimiser).network.make_initial_weights(method_of(FedProTIP).run.make_spec(2))[
-            name
-        ]
+        spec = method_of(FedProTIP).run.make_spec(2)
+        drawn = method_of(FedProTIP, *optimiser).network.make_initial_weights(spec)[name]
         assert not torch.isclose(second[name][2:], drawn[2:], atol=1e-4).any()
 
 

@@ -118,7 +118,7 @@ def test_participation_may_be_counted_over_all_tasks(frozen_of: Callable, client
         weights.append(method.prompts.weigh(client))
         memory = method.prompts.make_memory(client)
     assert weights == [8, 16, 24, 32, 40]
-    assert [method.prompts.bound_rounds(task) for task in range(2)] == [3, 6]
+    assert [method.prompts.bound_weight(task) for task in range(2)] == [3, 6]
 
 
 def test_heads_may_be_averaged_in_a_tasks_last_round_alone(

@@ -35,7 +35,7 @@ def pip_of(method_of: Callable) -> Callable[..., Any]:
 class Stopper(Listener):
     """Interrupts the run in its second task."""
 
-    def round_done(self, row: dict[str, Any]) -> None:
+    def on_round_done(self, row: dict[str, Any]) -> None:
         if (row["task"], row["round"]) == (1, 0):
             raise KeyboardInterrupt
 
@@ -105,7 +105,7 @@ def test_a_batch_is_joined_by_the_classes_that_the_client_lacks(
         client = client_of(method, 0, round=1)
         client = replace(client, rows=only(client.rows, 0))
         training = method.prepare_training(client, method.make_payload(server))
-        vectors, labels, tasks = training.find_part(InjectedPrototypes).draw(4)
+        vectors, labels, tasks = training.find_added(InjectedPrototypes).draw(4)
         assert labels.tolist() == [label for label in lacking for _ in range(4)]
         assert tasks.tolist() == [0] * len(labels)
         assert vectors.shape == (4 * len(lacking), 8)
@@ -113,7 +113,7 @@ def test_a_batch_is_joined_by_the_classes_that_the_client_lacks(
             method.prepare_training(replace(client, **change), method.make_payload(server))
             for change in ({"round": 2}, {"index": 1})
         ]
-        assert not any(torch.equal(other.find_part(InjectedPrototypes).draw(4)[0], vectors) for other in others)
+        assert not any(torch.equal(other.find_added(InjectedPrototypes).draw(4)[0], vectors) for other in others)
 
 
 def test_the_first_round_and_clients_with_all_classes_are_those_of_fed_dualp(
@@ -141,7 +141,7 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
         X = training.network.backbone.extract(batch.inputs, 0).features.double().numpy()
     joined = []
     for epoch in method.yield_epochs(training):
-        joined.append(training.find_part(InjectedPrototypes))
+        joined.append(training.find_added(InjectedPrototypes))
         list(epoch)
     assert joined[0] is None
     assert joined[1] is joined[2]
@@ -153,8 +153,8 @@ def test_own_prototypes_join_from_the_second_epoch_on_until_the_server_has_some(
 
     server = method.aggregate(server, asked(method, server, [client_of(method, 1)], tmp_path))
     training = method.prepare_training(client_of(method, 0, round=1), method.make_payload(server))
-    sent = training.find_part(InjectedPrototypes)
-    assert all(training.find_part(InjectedPrototypes) is sent for _ in method.yield_epochs(training))
+    sent = training.find_added(InjectedPrototypes)
+    assert all(training.find_added(InjectedPrototypes) is sent for _ in method.yield_epochs(training))
 
 
 @pytest.mark.parametrize("settings", [{"own": False, "inject": "all"}, {"inject": "missing"}])
@@ -165,7 +165,7 @@ def test_own_prototypes_join_only_where_they_are_asked_for(
     training = method.prepare_training(
         client_of(method, 0), method.make_payload(method.start_task(method.create_server(), 0))
     )
-    assert [training.find_part(InjectedPrototypes) for _ in method.yield_epochs(training)] == [None, None]
+    assert [training.find_added(InjectedPrototypes) for _ in method.yield_epochs(training)] == [None, None]
 
 
 def test_m_vectors_join_beside_the_mean(pip_of: Callable, client_of: Callable, tmp_path: Any) -> None:
@@ -173,9 +173,8 @@ def test_m_vectors_join_beside_the_mean(pip_of: Callable, client_of: Callable, t
     method = pip_of(m=3, augmentation="paper", inject="all")
     server = method.start_task(method.create_server(), 0)
     server = method.aggregate(server, asked(method, server, [client_of(method, 0)], tmp_path))
-    injected = method.prepare_training(client_of(method, 1, round=1), method.make_payload(server)).find_part(
-        InjectedPrototypes
-    )
+    training = method.prepare_training(client_of(method, 1, round=1), method.make_payload(server))
+    injected = training.find_added(InjectedPrototypes)
     vectors, labels, _ = injected.draw(64)
     assert labels.tolist() == [0] * 4 + [1] * 4
     beta = ((vectors - injected.mu.repeat_interleave(4, 0)) / injected.sigma2.sqrt().repeat_interleave(4, 0)).numpy()
@@ -333,7 +332,7 @@ def test_the_loss_is_eq_5_and_eq_9_by_hand(pip_of: Callable, client_of: Callable
     client = replace(client, rows=only(client.rows, 0))
     training, twin = (method.prepare_training(client, method.make_payload(server)) for _ in range(2))
     (batch,) = method.run.batches.iterate_ordered(client.rows, 64)
-    vectors, theirs, _ = twin.find_part(InjectedPrototypes).draw(len(batch.labels))
+    vectors, theirs, _ = twin.find_added(InjectedPrototypes).draw(len(batch.labels))
     with torch.no_grad():
         loss = method.compute_loss(training, batch).item()
         query = method.network.frozen(batch.inputs).double().numpy()
@@ -358,7 +357,7 @@ def test_earlier_classes_are_learned_within_their_own_task(
     server = method.start_task(server, 1)
     client = client_of(method, 0, task=1)
     training = method.prepare_training(client, method.make_payload(server))
-    vectors, labels, tasks = training.find_part(InjectedPrototypes).draw(4)
+    vectors, labels, tasks = training.find_added(InjectedPrototypes).draw(4)
     assert (sorted(set(labels.tolist())), set(tasks.tolist())) == ([0, 1], {0})
     gradient = training.compute_gradients(
         method.compute_cross_entropy_by_task(training.network, vectors, labels, tasks)

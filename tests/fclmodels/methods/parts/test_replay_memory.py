@@ -129,7 +129,7 @@ def test_a_client_that_remembers_nothing_trains_as_in_fedavg(
 
 def replay_of(method: Any, client: Client) -> Replay:
     server = method.start_task(method.create_server(), 0)
-    replay = method.prepare_training(client, method.make_payload(server)).find_part(Replay)
+    replay = method.prepare_training(client, method.make_payload(server)).find_added(Replay)
     assert replay is not None
     return replay
 

@@ -49,7 +49,7 @@ class BesideNetwork(FedAvg):
         return self.compute_cross_entropy(training.network, features, batch.labels, training.client.task) + distance
 
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
-        (auxiliary,) = self.auxiliaries.list_at("server")
+        (auxiliary,) = self.auxiliaries.list_by_place("server")
         generator = self.auxiliaries.load(auxiliary, server.networks["generator"]).train().requires_grad_(True)
         optimiser = make_optimiser(ADAM, list(generator.parameters()), 0)
 

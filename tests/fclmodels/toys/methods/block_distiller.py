@@ -53,7 +53,7 @@ class BlockDistiller(FedAvg):
         training.add(Teacher(self.teachers.load(spec, payload["teacher"].tensors)))
 
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
-        teacher, backbone = training.find_part(Teacher), training.network.backbone
+        teacher, backbone = training.find_added(Teacher), training.network.backbone
         names = backbone.blocks[:2]
         with capture_block_outputs(backbone, names) as outputs:
             loss = super().compute_loss(training, batch)

@@ -49,7 +49,7 @@ class EveryKind(FedAvg):
         return replace(server, knowledge=by_kind)
 
     def tell_form(self, task: int, round: int) -> Form:
-        head = self.networks.of(self.run.make_spec(task + 1)).heads[0]
+        head = self.networks.build(self.run.make_spec(task + 1)).heads[0]
         (classes, features), double = head.weight.shape, torch.float64
         inputs = make_outline("samples", {"inputs": (SAMPLES, *self.run.splits.shape)}).tensors
         labels = make_outline("samples", {"labels": (SAMPLES,)}, torch.int64).tensors

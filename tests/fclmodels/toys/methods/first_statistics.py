@@ -58,7 +58,7 @@ class FirstStatistics(FedAvg):
     def compute_loss(self, training: LocalTraining, batch: Batch) -> Tensor:
         logits, frequencies = (
             training.network.compute_logits(training.compute_features(batch)),
-            training.find_part(Frequencies),
+            training.find_added(Frequencies),
         )
         shift = 0.0 if frequencies is None else frequencies.logarithms
         return torch.nn.functional.cross_entropy(logits + shift, batch.labels)

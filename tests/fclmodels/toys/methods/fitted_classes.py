@@ -49,7 +49,7 @@ class FittedClasses(FedAvg):
     def finish_task(self, server: Server, cohort: Cohort) -> Server:
         new, old = cohort.ask(self.tell, server).sum("sums"), server.knowledge.get("sums", {})
         sums = {name: grow(old[name], total) + total if name in old else total for name, total in new.items()}
-        projection = self.projection(self.networks.of(server.spec))
+        projection = self.projection(self.networks.build(server.spec))
         head = self.fit(sums, server)
         further = {} if projection is None else {"projection": projection}
         knowledge = {"sums": sums, "head": {"weight": head.weight, "bias": head.bias, **further}}
@@ -88,7 +88,7 @@ class FittedClasses(FedAvg):
         return torch.randn(network.backbone.features, RANDOM_FEATURES, generator=self.run.make_generator("projection"))
 
     def make_sums_form(self, task: int, round: int) -> Form:
-        classes, features = self.networks.of(self.run.make_spec(task + 1)).heads[0].weight.shape
+        classes, features = self.networks.build(self.run.make_spec(task + 1)).heads[0].weight.shape
         if self.settings.fit == "random-ridge":
             features = RANDOM_FEATURES
         of_products = {"gram": (features, features), "cross": (features, classes)}

@@ -40,7 +40,7 @@ class TaskBiases(FedAvg):
         return torch.nn.functional.cross_entropy(add_biases(logits, biases, network.spec.tasks), batch.labels)
 
     def make_predictor(self, server: Server) -> Predictor:
-        (auxiliary,), predict = self.auxiliaries.list_at("averaged"), super().make_predictor(server)
+        (auxiliary,), predict = self.auxiliaries.list_by_place("averaged"), super().make_predictor(server)
         biases = self.auxiliaries.load(auxiliary, server.networks["biases"])
         return lambda inputs: Prediction(add_biases(predict(inputs).logits, biases, server.spec.tasks))
 
