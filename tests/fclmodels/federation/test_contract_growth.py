@@ -30,8 +30,12 @@ TOYS = (
     "block-distiller",
     "every-kind",
     "exemplars",
+    "exemplars selection=random",
     "first-statistics",
     "fitted-classes",
+    "fitted-classes fit=gaussians",
+    "fitted-classes fit=nearest-mean",
+    "largest-gradients",
     "personal-bias",
     "rota",
     "server-student",
@@ -46,8 +50,14 @@ FAULTS = (
     "federation.clients_per_round=3",
     "federation.faults={late: 0.3, missing: 0.1, crash: 0.2, out_of_memory: 0.1}",
 )
-SETTINGS = {"few clients": (*COMMON, FEW), "faults": (*COMMON, *FAULTS)}
+SETTINGS: dict[str, tuple[str, ...]] = {"few clients": (*COMMON, FEW), "faults": (*COMMON, *FAULTS)}
 EXECUTORS = ["serial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("processes", "ray"))]
+
+
+def read_toy(toy: str) -> tuple[str, tuple[str, ...]]:
+    """The method's name, and overrides of settings of its own, which stand behind the name."""
+    method, *settings = toy.split()
+    return method, tuple(f"methods.{method}.{setting}" for setting in settings)
 
 
 class Stopped(Exception):  # noqa: N818
@@ -76,8 +86,9 @@ def reference(
 
     def run(toy: str, settings: str) -> Experiment:
         if (toy, settings) not in experiments:
-            home = tmp_path_factory.mktemp(toy)
-            experiments[toy, settings] = new_experiment(*SETTINGS[settings], method=toy, splits=splits, home=home)
+            (method, own), home = read_toy(toy), tmp_path_factory.mktemp("toy")
+            made = new_experiment(*SETTINGS[settings], *own, method=method, splits=splits, home=home)
+            experiments[toy, settings] = made
             experiments[toy, settings].run(home / "run")
         return experiments[toy, settings]
 
@@ -121,7 +132,9 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
     remains: Remains,
     tmp_path: Path,
 ) -> None:
-    own, overrides = {"method": toy, "splits": splits, "home": tmp_path / "again"}, (*SETTINGS[settings], *workers)
+    method, settings_of_its_own = read_toy(toy)
+    own = {"method": method, "splits": splits, "home": tmp_path / "again"}
+    overrides = (*SETTINGS[settings], *settings_of_its_own, *workers)
     try:
         with experiment_of(*overrides, **own, listener=StopsIn()) as experiment:  # its actors are free after it
             experiment.run(tmp_path / "run")
@@ -138,7 +151,9 @@ def test_a_run_that_is_killed_three_times_ends_as_one_that_was_not(
 ) -> None:
     """Before its eighth replacement of a file, then again, then in a step of training, and then it comes through."""
     deaths = [("replace", "before", 8), ("replace", "after", 8), ("batch", "after", 9), None]
-    ends = [forks.run(toy, method=toy, splits=splits, overrides=SETTINGS["faults"], die=death) for death in deaths]
+    method, own = read_toy(toy)
+    overrides = (*SETTINGS["faults"], *own)
+    ends = [forks.run(toy, method=method, splits=splits, overrides=overrides, die=death) for death in deaths]
     assert ends == [-signal.SIGKILL] * 3 + [0]
     assert remains(forks.folder(toy)) == remains(reference(toy, "faults").home / "run")
 
@@ -178,7 +193,9 @@ def test_the_ledger_has_every_byte(toy: str, reference: Callable[[str, str], Exp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("toy", ["beside-network", "exemplars", "first-statistics", "fitted-classes", "task-biases"])
+@pytest.mark.parametrize(
+    "toy", ["beside-network", "exemplars", "first-statistics", "fitted-classes", "largest-gradients", "task-biases"]
+)
 def test_what_needs_sums_alone_learns_about_the_same_under_secure_aggregation(
     toy: str, reference: Callable[[str, str], Experiment], experiment_of: MakeExperiment, splits: Splits, tmp_path: Path
 ) -> None:
