@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.layers.norms import Policy, list_statistics
-from fclmodels.backbones.model.network import FROZEN, Network
-from fclmodels.backbones.model.spec import ModelSpec, to_local_labels
+from fclmodels.backbones.model.network import FROZEN, Network, compute_task_cross_entropy
+from fclmodels.backbones.model.spec import ModelSpec
 from fclmodels.data.batches import Batch
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.replies import Replies
@@ -221,7 +221,7 @@ class FedAvg(Method):
         """Return the cross entropy over all classes so far, or the task's (own head, or `model.loss_over: task`)."""
         if self.loss_is_over_seen(network.spec):
             return cross_entropy(network.compute_logits(features), labels)
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
     def loss_is_over_seen(self, spec: ModelSpec) -> bool:
         return spec.head == "growing" and self.run.params.model.loss_over == "seen"

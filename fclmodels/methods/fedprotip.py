@@ -13,10 +13,8 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from fclmodels.backbones.model.network import Network
-from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.backbones.model.network import Network, compute_task_cross_entropy
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Obstacle
@@ -142,7 +140,7 @@ class FedProTIP(FedAvg):
 
     def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
     def project(self, server: Server, update: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.admit_changes(server, update) if self.settings.projection == "global" else update

@@ -6,10 +6,8 @@ later steps stay orthogonal to them. Nothing but FedAvg's parts travels, so that
 
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from fclmodels.backbones.model.network import Network
-from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.backbones.model.network import Network, compute_task_cross_entropy
 from fclmodels.federation.client import Client
 from fclmodels.federation.engine.cohort import Cohort
 from fclmodels.federation.exchange import Answer, Exchange
@@ -67,7 +65,7 @@ class Gpm(FedAvg):
 
     def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only, whatever `model.loss_over` says: the head's other rows are frozen."""
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
     def admit_changes(self, server: Server, changes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return changes without frozen rows: of the spans, which differ by client, the server knows nothing."""

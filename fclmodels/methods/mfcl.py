@@ -29,12 +29,11 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, mse_loss
+from torch.nn.functional import linear, mse_loss
 
 from fclmodels.backbones.inputs.batch_statistics import capture_statistics
 from fclmodels.backbones.layers.norms import SharedPolicy, list_statistics
-from fclmodels.backbones.model.network import Network, NetworkCache
-from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.backbones.model.network import Network, NetworkCache, compute_task_cross_entropy
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
@@ -216,7 +215,7 @@ class Mfcl(FedAvg):
     def learn_new(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy over the task's own columns."""
         network, task = training.network, training.client.task
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
 
 @dataclass(frozen=True)

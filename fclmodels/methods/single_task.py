@@ -9,11 +9,9 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.layers.norms import FromScratch
-from fclmodels.backbones.model.network import Network, NetworkCache
-from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.backbones.model.network import Network, NetworkCache, compute_task_cross_entropy
 from fclmodels.federation.prediction import Columns, Prediction, Predictor
 from fclmodels.federation.server import Server
 from fclmodels.methods.fedavg import FedAvg
@@ -37,7 +35,7 @@ class SingleTask(FedAvg):
 
     def compute_cross_entropy(self, network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Return it over the task's classes only: there are no others for a model that knows one task."""
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
     def find_server_lr(self, task: int) -> float:
         """Return the same in each task: each one begins anew."""

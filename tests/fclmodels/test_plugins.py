@@ -193,6 +193,23 @@ def test_an_installed_packages_plugin_is_found_by_its_entry_point(write_plugin, 
         find("method", "mine")
 
 
+BASES = {
+    "backbone": "fclmodels.backbones.mlp import Mlp",
+    "source": "fclmodels.data.sources.digits import Digits",
+    "stream": "fclmodels.data.streams.task_incremental import TaskIncremental",
+    "partition": "fclmodels.data.partitions.iid import Iid",
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_each_kind_has_entry_points(kind, tmp_path, monkeypatch, no_toy_package):
+    base = BASES[kind].rpartition(" ")[2]
+    module = f"from {BASES[kind]}\nclass Mine({base}):\n    \"Mine.\"\n    name = 'mine'\n"
+    install(tmp_path / "site", monkeypatch, f"fclflow.{kind}s", "toy_package.method:Mine", module)
+    assert find(kind, "mine").__mro__[1].__name__ == base
+    assert list_plugins(kind).plugins["mine"].module.origin == "toy-package 1.2"
+
+
 @pytest.mark.parametrize(("value", "why"), [("toy_package.gone:Mine", "No module"), ("toy_package.method:No", "No")])
 def test_an_entry_point_that_leads_nowhere_is_one_line(write_plugin, tmp_path, monkeypatch, no_toy_package, value, why):
     install(tmp_path / "site", monkeypatch, "fclflow.methods", value, MINE)

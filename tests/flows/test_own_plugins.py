@@ -1,4 +1,4 @@
-"""A project's own method and backbone, with an installed fclflow: listed, run in worker processes and on Ray, stale."""
+"""A project's own plugins of each kind, with an installed fclflow: listed, run in workers and on Ray, stale."""
 
 import json
 import subprocess
@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from fclmodels.data.splits.split_reader import Splits
+
 Tool = Callable[..., str]
 
 SETTINGS = """
-stream: {kind: class-incremental, tasks: 2}
-partition: {kind: iid, clients: 4, train_share: 0.2}
+data: {source: inverted-digits}
+stream: {kind: last-first, tasks: 2}
+partition: {kind: more-and-more, clients: 4, train_share: 0.2}
 model: {backbone: tiny-net}
 federation: {rounds: 2, executor: processes, workers: 2, threads: 1}
 device: cpu
@@ -47,16 +50,66 @@ class Rectified(nn.Linear):
     def forward(self, x):
         return super().forward(x).relu()
 """
+SOURCE = """
+from fclmodels.data.sources.base import list_arrays
+from fclmodels.data.sources.digits import DIGITS, Digits, read_digits
+
+class InvertedDigits(Digits):
+    \"\"\"The digits, dark on light.\"\"\"
+    name = "inverted-digits"
+    def catalogue(self):
+        images, labels = read_digits()
+        return list_arrays(self.name, DIGITS, {None: (255 - images, labels)})
+"""
+STREAM = """
+from fclmodels.data.streams.base import PlannedTask, lay_out_for_all
+from fclmodels.data.streams.class_incremental import ClassIncremental
+
+class LastFirst(ClassIncremental):
+    \"\"\"Two tasks, the last classes first.\"\"\"
+    name = "last-first"
+    def lay_out(self, samples, clients):
+        half = len(samples.classes) // 2
+        groups = [tuple(range(half, len(samples.classes))), tuple(range(half))]
+        tasks = [PlannedTask(name, group) for name, group in zip(("last", "first"), groups)]
+        return lay_out_for_all(tasks, [samples.find_rows(group) for group in groups], clients)
+"""
+PARTITION = """
+import numpy as np
+from fclmodels.data.partitions.base import Partition
+
+class MoreAndMore(Partition):
+    \"\"\"Each client has more than the one before.\"\"\"
+    name = "more-and-more"
+    def draw_counts(self, counts, clients, generator):
+        ends = np.cumsum(np.arange(1, clients + 1)) / (clients * (clients + 1) / 2)
+        places = np.rint(np.outer(np.r_[0, ends], counts)).astype(int)
+        return np.diff(places, axis=0)
+"""
+FILES = {
+    "sources/inverted_digits.py": SOURCE,
+    "streams/last_first.py": STREAM,
+    "partitions/more_and_more.py": PARTITION,
+    "backbones/tiny_net.py": BACKBONE,
+    "backbones/parts.py": PART,
+}
+OWN = {
+    "methods": ("lean-avg", "lean_avg.py"),
+    "backbones": ("tiny-net", "tiny_net.py"),
+    "sources": ("inverted-digits", "inverted_digits.py"),
+    "streams": ("last-first", "last_first.py"),
+    "partitions": ("more-and-more", "more_and_more.py"),
+}
 
 
 @pytest.fixture
 def home(tool: Tool, tmp_path: Path) -> Path:
-    """A project with a method and a backbone of its own."""
+    """A project with a plugin of its own of each kind."""
     (tmp_path / "params.yaml").write_text(SETTINGS)
-    backbones = tmp_path / "plugins" / "backbones"
-    backbones.mkdir(parents=True)
-    (backbones / "tiny_net.py").write_text(BACKBONE)
-    (backbones / "parts.py").write_text(PART)
+    for name, text in FILES.items():
+        file = tmp_path / "plugins" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     tool(tmp_path, "fcl", "new-method", "lean-avg")
     return tmp_path
 
@@ -74,11 +127,16 @@ def digest_models(folder: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_own_plugins_run_in_worker_processes_and_an_edit_of_one_makes_its_results_stale(tool: Tool, home: Path) -> None:
-    for kind, name, file in (("methods", "lean-avg", "lean_avg.py"), ("backbones", "tiny-net", "tiny_net.py")):
+    for kind, (name, file) in OWN.items():
         rows = {row["name"]: row for row in json.loads(tool(home, "fcl", "list", kind, "--json"))}
         assert rows[name]["from"] == f"plugins/{kind}/{file}"
     tool(home, "fcl", "run", "-m", "lean-avg", "-q")
     assert show_state(tool, home) == ("done", None, "8 of 8 cached")
+    splits = Splits.open(next(home.rglob("stream.json")).parent)
+    assert [task.name for task in splits.tasks] == ["last", "first"]
+    sizes = [len(splits.select_rows(0, "train", client)) for client in range(4)]
+    assert sizes == sorted(set(sizes))  # each has more than the one before
+    assert splits.images[..., 0, 0].float().mean() > 200  # light corners
 
     method, part = home / "plugins" / "methods" / "lean_avg.py", home / "plugins" / "backbones" / "parts.py"
     method.write_text(method.read_text().replace("FedAvg whose clients", "Clients"))

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.backbones.model.heads import HEADS, Heads
-from fclmodels.backbones.model.spec import ModelSpec
+from fclmodels.backbones.model.spec import ModelSpec, to_local_labels
 from fclmodels.data.sample_kind import find_kind
 from fclmodels.errors import UserError, suggest_name
 from fclmodels.randomness import seed_torch
@@ -37,6 +38,11 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor, task: int | None = None) -> Tensor:
         return self.compute_logits(self.backbone(x), task)
+
+
+def compute_task_cross_entropy(network: Network, features: Tensor, labels: Tensor, task: int) -> Tensor:
+    """Return the mean cross entropy of features [B, F] over the classes of their task alone."""
+    return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
 
 
 def build_network(spec: ModelSpec, generator: torch.Generator) -> Network:

@@ -21,11 +21,9 @@ from dataclasses import replace
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fclmodels.backbones.layers.norms import SharedPolicy, list_statistics
-from fclmodels.backbones.model.network import Network, NetworkCache
-from fclmodels.backbones.model.spec import to_local_labels
+from fclmodels.backbones.model.network import Network, NetworkCache, compute_task_cross_entropy
 from fclmodels.data.batches import Batch
 from fclmodels.data.sample_kind import TEXTS, find_kind
 from fclmodels.errors import UserError
@@ -118,7 +116,7 @@ class SyntheticReplay(FedAvg):
     def learn(self, training: LocalTraining, features: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of new samples by their features [B, F]: cross entropy over their task's classes."""
         network, task = training.network, training.client.task
-        return cross_entropy(network.compute_logits(features, task), to_local_labels(network.spec, task, labels))
+        return compute_task_cross_entropy(network, features, labels, task)
 
     def list_doubts(self) -> list[str]:
         """Return lines about what images are drawn from."""
