@@ -138,7 +138,7 @@ def test_the_base_is_held_under_earlier_masks(method: Any, client_of: Callable, 
     assert isinstance(of, Decomposition)
     with torch.no_grad():
         of.base[W] += 1
-    method.add_round(training)
+    method.finish_step(training)
     s = sum(torch.sigmoid(mask[W]) ** 2 for mask in masks)
     assert_allclose(of.base[W].detach() - base[W], (1 / (1 + 0.05 * 100 * s))[:, None].expand_as(base[W]), rtol=1e-4)
 

@@ -89,7 +89,7 @@ def test_the_mapping_is_the_proximal_one(
     v = training.parameters["backbone.fc2.bias"].detach().double().numpy().copy()
     anchor = server.knowledge["anchor"]["backbone.fc2.bias"].double().numpy()
     best = minimize(lambda w: ((w - v) ** 2).sum() / 2 + 0.7 * ((w - anchor) ** 2).sum() / 2, v, tol=1e-9).x
-    method.add_round(training)
+    method.finish_step(training)
     torch.testing.assert_close(
         training.parameters["backbone.fc2.bias"].detach().double(), torch.from_numpy(best), rtol=0, atol=1e-5
     )

@@ -44,13 +44,13 @@ def test_a_partition_whose_clients_share_samples_passes() -> None:
 
 SOURCE = """
 import numpy as np
-from fclmodels.data.sources.base import Source, catalogue_arrays
+from fclmodels.data.sources.base import Source, list_arrays
 class Mine(Source):
     '''Mine.'''
     name = "mine"
     def catalogue(self):
         images = np.arange(192, dtype=np.uint8).reshape(12, 4, 4)
-        return catalogue_arrays("mine", ("a", "b"), {None: (images, np.arange(12) % 2)})
+        return list_arrays("mine", ("a", "b"), {None: (images, np.arange(12) % 2)})
 """
 STREAM = """
 import numpy as np

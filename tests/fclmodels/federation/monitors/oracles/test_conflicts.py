@@ -96,7 +96,7 @@ def test_angles_worked_out_by_hand(method_of: Callable, splits_of: Callable[...,
     """Of the earlier tasks client 0 has two, at 45 and 180 degrees, client 1 one at 135 degrees, client 2 none."""
     sizes = dict.fromkeys([(0, 0), (1, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 3), (1, 3)], 8)
     method = method_of(Slopes, splits=splits_of(tasks=3, train=sizes))
-    method.build = {(0, 2): (2, 0), (1, 2): (0, 2), (2, 2): (4, 4)}
+    method.of = {(0, 2): (2, 0), (1, 2): (0, 2), (2, 2): (4, 4)}
     method.build |= {(0, 0): (3, 3), (0, 1): (-5, 0), (1, 0): (1, -1), (3, 0): (1, 0), (3, 1): (1, 0)}
     root = 0.5**0.5
     # The mean is (2, 2): two gradients lie 2 from it and one sqrt 8, which is its length.
@@ -117,7 +117,7 @@ def test_a_gradient_of_zero_is_in_no_pair_but_counts_in_the_divergence(
 ) -> None:
     """(3, 0), (0, 3) and 0 have the mean (1, 1), and distances sqrt 5, sqrt 5 and sqrt 2 from it."""
     method = method_of(Slopes, splits=splits_of(clients=3))
-    method.build = {(0, 1): (3, 0), (1, 1): (0, 3), (2, 1): (0, 0), (0, 0): (0, 0), (1, 0): (-2, 1), (2, 0): (1, 1)}
+    method.of = {(0, 1): (3, 0), (1, 1): (0, 3), (2, 1): (0, 0), (0, 0): (0, 0), (1, 0): (-2, 1), (2, 0): (1, 1)}
     seen = seen_by(method, learning(method, 1), tmp_path)
     assert (seen["cosine_clients"], seen["negative_clients"]) == (0, 0)
     assert seen["divergence"] == pytest.approx((2 * 5**0.5 + 2**0.5) / 3 / 2**0.5)
@@ -129,7 +129,7 @@ def test_opposed_clients_have_no_mean_to_diverge_from(
     method_of: Callable, splits_of: Callable[..., Splits], tmp_path: Path
 ) -> None:
     method = method_of(Slopes, splits=splits_of(clients=2))
-    method.build = {(0, 0): (1, -2), (1, 0): (-1, 2)}
+    method.of = {(0, 0): (1, -2), (1, 0): (-1, 2)}
     seen = seen_by(method, learning(method, 0), tmp_path)
     assert seen == pytest.approx({"cosine_clients": -1, "negative_clients": 1})
 

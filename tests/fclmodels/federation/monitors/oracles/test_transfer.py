@@ -55,7 +55,7 @@ def test_two_clients_and_two_earlier_tasks_worked_out_by_hand(
     (1, 4), at W (1, 2). The curvature is 2 in all directions, so that the bound, 5 + (0, -1) (1, 4) + 2 / 2, is exact.
     """
     method = method_of(Bowls, splits=splits_of(tasks=3, clients=2))
-    method.build = {(k, 0): (1.0, (1.0, 0.0)) for k in (0, 1)} | {(k, 1): (3.0, (-1.0, 0.0)) for k in (0, 1)}
+    method.of = {(k, 0): (1.0, (1.0, 0.0)) for k in (0, 1)} | {(k, 1): (3.0, (-1.0, 0.0)) for k in (0, 1)}
     # At (0, 1) the clients' gradients of the new task are (-2, 0) and (0, -2); their mean is (-1, -1).
     method.build |= {(0, 2): (1.0, (2.0, 1.0)), (1, 2): (1.0, (0.0, 3.0))}
     last = method.start_task(method.start_task(method.create_server(), 0), 1)
@@ -73,7 +73,7 @@ def test_two_clients_and_two_earlier_tasks_worked_out_by_hand(
 
 def test_the_first_task_has_no_earlier_ones(method_of: Callable, tmp_path: Path) -> None:
     method = method_of(Bowls)
-    method.build = {(k, 0): (1.0, (3.0, 4.0)) for k in range(4)}
+    method.of = {(k, 0): (1.0, (3.0, 4.0)) for k in range(4)}
     server = method.start_task(method.create_server(), 0)
     log = Log(tmp_path / "log.jsonl")
     seen = look_at(Transfer(method, 0, log, server), at(server, 0, 0))
