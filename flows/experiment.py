@@ -22,7 +22,7 @@ from flows.cli.terminal import tell
 from flows.prefect.environment import HOME
 from tasks.caching import Outcome, run_cached
 from tasks.data import ensure_splits
-from tasks.evaluation import evaluate, summarize_tasks
+from tasks.evaluation import evaluate, summarise_tasks
 from tasks.knowledge import conclude
 from tasks.mlflow.runs import Tracking, identify_experiment, log_result, track_experiment
 from tasks.prefect_artifacts import ARTIFACTS
@@ -110,7 +110,7 @@ def run_steps(run: Experiment, tracking: Tracking, progress: SilentProgress) -> 
                 progress.remark(remark)
                 remarks.append(remark)
         outcomes += [learned, concluded, evaluated]
-        summary = summarize_tasks(run.store, outcomes, task + 1)
+        summary = summarise_tasks(run.store, outcomes, task + 1)
         progress.on_task_learned(task, summary, cached)
         rounds = run.store.get_table(learned["objects"]["rounds"])
         tracking.log_task(task + 1, rounds, summary, run.collect_monitors(outcomes))

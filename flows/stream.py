@@ -44,7 +44,7 @@ from flows.prefect.environment import HOME
 from flows.prefect.killed_runs import end_killed_runs
 from tasks.arrivals import STREAMS, add_to_dvc, take_in
 from tasks.caching import Outcome, run_cached
-from tasks.evaluation import judge, summarize_tasks
+from tasks.evaluation import judge, summarise_tasks
 from tasks.mlflow.connection import create_database, report_unreachable
 from tasks.mlflow.registry import announce, has_verdict, register
 from tasks.mlflow.runs import Tracking, log_result, track_experiment
@@ -228,9 +228,9 @@ class StreamLearner:
             learned = [outcome for outcome in self.outcomes if outcome["stage"] == "learn"]
             for tasks, outcome in enumerate(learned, start=1):
                 table = self.store.get_table(outcome["objects"]["rounds"])
-                summary = summarize_tasks(self.store, self.outcomes, tasks)
+                summary = summarise_tasks(self.store, self.outcomes, tasks)
                 tracking.log_task(tasks, table, summary, run.collect_monitors(self.outcomes))
-            summary = summarize_tasks(self.store, self.outcomes, run.tasks)
+            summary = summarise_tasks(self.store, self.outcomes, run.tasks)
             progress.on_task_learned(run.tasks - 1, summary, record is not None)
             result = publish(run, run.label, self.outcomes, self.folder)
             show_matrix(self.name, self.folder)

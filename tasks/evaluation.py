@@ -13,7 +13,7 @@ evaluate = step_task("evaluate", "Count correct answers on the test rows of each
 judge = step_task("judge", "Count correct answers on the val rows of each task, for the gate.")
 
 
-def summarize_tasks(store: Store, outcomes: Sequence[Outcome], learned: int) -> dict[str, dict[str, float | None]]:
+def summarise_tasks(store: Store, outcomes: Sequence[Outcome], learned: int) -> dict[str, dict[str, float | None]]:
     """Return the metrics by reading as if the stream ended after `learned` tasks."""
     tables = gather_tables(store, outcomes, ("accuracy", "confusion"))
     is_learned = (pl.col("after") <= learned) & (pl.col("task") < learned)

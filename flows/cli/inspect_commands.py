@@ -117,7 +117,7 @@ def list_presets(
 ) -> None:
     """List the presets with their papers' figures; `fcl preset NAME` runs one."""
     from fclmodels.plugins import load_all
-    from flows.cli.preset_list import PRESETS, list_accuracies, list_others, load_presets, summarize_preset
+    from flows.cli.preset_list import PRESETS, list_accuracies, list_others, load_presets, summarise_preset
 
     presets = load_presets()
     blocks = [(p, e) for p, e in presets if name in (None, p.name)]
@@ -135,7 +135,7 @@ def list_presets(
             terminal.tell(f"methods of the paper that fclflow does not have: {', '.join(missing)}")
     else:
         for paper, of_paper in groupby(blocks, key=lambda block: block[0].paper):
-            terminal.print_table([summarize_preset(*block) for block in of_paper], title=paper)
+            terminal.print_table([summarise_preset(*block) for block in of_paper], title=paper)
         terminal.tell(f"all figures: fcl presets NAME; all of it: {PRESETS}/NAME.yaml")
 
 

@@ -27,7 +27,7 @@ def load_presets() -> list[tuple[PresetSettings, ExperimentSettings]]:
     return [load_preset(path) for path in _list_files()]
 
 
-def summarize_preset(preset: PresetSettings, experiment: ExperimentSettings) -> dict[str, Any]:
+def summarise_preset(preset: PresetSettings, experiment: ExperimentSettings) -> dict[str, Any]:
     """Return a row of at most 80 columns: needs, and the paper's first figure of its own method.
 
     That is the last one in whose family's name the preset's begins: pip-dualp in pip-digits.

@@ -23,11 +23,11 @@ def report_unreachable(uri: str) -> Iterator[None]:
     try:
         yield
     except CONNECTION_ERRORS as problem:
-        text = f"tracking.uri: {uri} cannot be used: {summarize_error(problem)}"
+        text = f"tracking.uri: {uri} cannot be used: {summarise_error(problem)}"
         raise UserError(hide_passwords(text)) from problem
 
 
-def summarize_error(problem: Exception) -> str:
+def summarise_error(problem: Exception) -> str:
     """Return the first line of the error, without SQLAlchemy's remark on what made it write."""
     lines = str(problem).splitlines() or [type(problem).__name__]
     return next((line for line in lines if not line.startswith("(raised as a result of")), lines[0])

@@ -35,7 +35,7 @@ from tasks.mlflow.connection import (
     create_database,
     find_or_create_experiment,
     report_unreachable,
-    summarize_error,
+    summarise_error,
 )
 from tasks.mlflow.naming import describe_run, flatten_params, name_metrics, name_run
 from tasks.mlflow.saved_view import VIEW, describe_view
@@ -109,7 +109,7 @@ class Tracking:
         except CONNECTION_ERRORS as problem:
             if not self._is_reported:
                 self.tell(
-                    f"tracking.uri: {self.client.tracking_uri} stopped answering: {summarize_error(problem)}. "
+                    f"tracking.uri: {self.client.tracking_uri} stopped answering: {summarise_error(problem)}. "
                     "The run goes on and logs the rest as soon as it answers again; else the same command does later."
                 )
             self._is_reported = True

@@ -97,7 +97,7 @@ def test_angles_worked_out_by_hand(method_of: Callable, splits_of: Callable[...,
     sizes = dict.fromkeys([(0, 0), (1, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 3), (1, 3)], 8)
     method = method_of(Slopes, splits=splits_of(tasks=3, train=sizes))
     method.of = {(0, 2): (2, 0), (1, 2): (0, 2), (2, 2): (4, 4)}
-    method.build |= {(0, 0): (3, 3), (0, 1): (-5, 0), (1, 0): (1, -1), (3, 0): (1, 0), (3, 1): (1, 0)}
+    method.of |= {(0, 0): (3, 3), (0, 1): (-5, 0), (1, 0): (1, -1), (3, 0): (1, 0), (3, 1): (1, 0)}
     root = 0.5**0.5
     # The mean is (2, 2): two gradients lie 2 from it and one sqrt 8, which is its length.
     assert seen_by(method, learning(method, 2), tmp_path) == pytest.approx(

@@ -57,7 +57,7 @@ def test_two_clients_and_two_earlier_tasks_worked_out_by_hand(
     method = method_of(Bowls, splits=splits_of(tasks=3, clients=2))
     method.of = {(k, 0): (1.0, (1.0, 0.0)) for k in (0, 1)} | {(k, 1): (3.0, (-1.0, 0.0)) for k in (0, 1)}
     # At (0, 1) the clients' gradients of the new task are (-2, 0) and (0, -2); their mean is (-1, -1).
-    method.build |= {(0, 2): (1.0, (2.0, 1.0)), (1, 2): (1.0, (0.0, 3.0))}
+    method.of |= {(0, 2): (1.0, (2.0, 1.0)), (1, 2): (1.0, (0.0, 3.0))}
     last = method.start_task(method.start_task(method.create_server(), 0), 1)
     start, before = at(last, 0, 2), at(method.start_task(last, 2), 0, 1)
     log = Log(tmp_path / "log.jsonl")
