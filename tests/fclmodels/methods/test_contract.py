@@ -31,7 +31,11 @@ WATCHED = ("monitors={accuracy: true, drift: true, gradients: true, conflicts: t
 # A class's mean or centre on a frozen backbone stays where it is when others come, and so do weights that no task
 # trains.
 WITHOUT_DRIFT = ("nearest-prototype", "pec", "pilora", "ridge", "stsa")
-SMALLER = {"fed-cil": ("methods.fed-cil={consolidation: 2, width: 8}",)}  # fewer of the server's steps
+SMALLER = {  # networks and steps of a method's own, where they take seconds
+    "dytox": ("methods.dytox.tuning_epochs=3",),
+    "fed-cil": ("methods.fed-cil={consolidation: 2, width: 8}",),
+    "pec": ("methods.pec={width: 4, outputs: 16, teacher: 4}",),
+}
 # Settings without which a method does not fit the trial's network of two layers.
 LAYERS = {name: (f"methods.{name}.g_layers=[0]", f"methods.{name}.e_layers=[1]") for name in ("fed-dualp", "pip-dualp")}
 
