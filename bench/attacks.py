@@ -5,7 +5,7 @@
 
 For each method the accuracy with the task given, attack by defence; then how many test images with the backdoor's patch
 are taken for the attackers' label; then attacks on what methods send beside updates, also on permuted pixels; last the
-baselines, with the first seed alone. Runs are folders below --out, as those of study.py, and are not run again.
+baselines, with the first seed alone. Runs are folders below --out, and are not run again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from study import Job, Row, Study, build_jobs, find_metric, format_spread, is_finished, make_splits, run_jobs
+from runs import ALONE, Job, find_metric, format_spread, is_finished, make_splits, run_jobs
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.exported_model import ExportedModel
@@ -150,10 +150,8 @@ def list_runs(methods: list[str], seeds: list[int], out: Path) -> Runs:
     for method, attack, defence, settings in [*combine(methods), *combine_baselines()]:
         shared, name, own = methods_by_label[method]
         some = seeds[:1] if method in BASELINES else seeds
-        study = Study(params="params.yaml", set=shared, seeds=some, metrics=[], rows={})
-        jobs_by_row[method, attack, defence] = build_jobs(
-            study, Row(method=name, set=[*own, *settings]), [], some, False, out
-        )
+        of_row = {"settings": [*shared, *ALONE, *own, *settings], "method": name, "out": out}
+        jobs_by_row[method, attack, defence] = [Job(params="params.yaml", seed=seed, **of_row) for seed in some]
     return jobs_by_row
 
 

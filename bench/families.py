@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tune import OnVal
 
 from fclmodels.data.prepare import prepare
 from fclmodels.data.splits.make_splits import write_splits
-from fclmodels.data.splits.split_reader import Splits
+from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.experiment.experiment import Experiment
 from fclmodels.plugins import find
 from fclmodels.settings.load import load_params
@@ -59,6 +58,13 @@ FAMILIES = {  # label: family, method, settings
     "Fed-DualP": ("prompts", "fed-dualp", []),
     "PIP-DualP": ("prompts", "pip-dualp", []),
 }
+
+
+class OnVal(Splits):
+    """Splits whose evaluation reads val rows."""
+
+    def select_test_rows(self, task: int, client: int | None = None) -> Rows:
+        return self.select_rows(task, "val", client)
 
 
 class Row(NamedTuple):

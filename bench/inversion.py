@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from study import make_splits
+from runs import make_splits
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.federation.client import Client

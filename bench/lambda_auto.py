@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from tune import OnVal
+from families import OnVal
 
 from fclmodels.data.splits.make_splits import make_splits
 from fclmodels.data.splits.split_reader import Splits

@@ -1,24 +1,20 @@
 """Local and global accuracy of clients' models (STAMP, Figure 1), for the rows of a study, as Markdown.
 
-    python bench/local_global.py bench/studies/stamp-c2.yaml --rows FedAvg STAMP [--out tries/stamp-c2] [--seeds 0]
+    python bench/local_global.py bench/studies/stamp-c2.yaml --rows FedAvg STAMP [--seeds 0]
 
 A client's model is what it sends in the last round of the last task, before the server puts the clients' together.
 Local: on the test rows of the client's own classes; global: on those of all clients; both mean over tasks, then over
 clients, with no task given. Beside them the server's model, which has one accuracy for both. Settings are the
-study's, tuned under --out.
+study's, chosen as `fcl study` does.
 """
 
 import argparse
-import multiprocessing
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import yaml
-from study import Job, Study, build_jobs, choose_points, make_splits
 
 from fclmodels.data.splits.split_reader import Rows, Splits
 from fclmodels.experiment.experiment import Experiment
@@ -29,6 +25,11 @@ from fclmodels.federation.messages import Payload
 from fclmodels.federation.method import Method
 from fclmodels.federation.server import Server
 from fclmodels.metrics import acc, accuracy_matrix
+from fclmodels.study.plan import Point, Study, StudyJob, build_job, load_study
+from fclmodels.study.trial import choose
+from flows.prefect.environment import HOME
+from flows.study.jobs import run_trials
+from tasks.data import ensure_splits
 
 READING = "task_agnostic"
 
@@ -63,34 +64,40 @@ class Judge:
         return float(acc(accuracy_matrix(table.accuracy, READING)))
 
 
-def measure(job: Job) -> tuple[float, float, float]:
+def measure(job: StudyJob) -> tuple[float, float, float]:
     """Return local and global accuracy of clients' models and accuracy of the server's model, in percent."""
-    with tempfile.TemporaryDirectory() as home:
-        splits = Splits.open(make_splits(job.load(), job.out))
-        with Experiment(job.load(), job.method, job.seed, splits, Path(home)) as experiment:
-            judge = Judge(experiment.method)
-            result = experiment.run(Path(home) / "run")
+    params = job.load()
+    splits = Splits.open(ensure_splits(params, HOME, print))
+    with (
+        tempfile.TemporaryDirectory() as home,
+        Experiment(params, job.method, job.seed, splits, Path(home)) as experiment,
+    ):
+        judge = Judge(experiment.method)
+        result = experiment.run(Path(home) / "run")
     local, everyones = 100 * np.mean(judge.accuracies, axis=0)
     return local, everyones, 100 * result["metrics"][READING]["acc"]
+
+
+def choose_point(study: Study, label: str) -> Point:
+    """Return the settings that val rows choose for a row, or for the row whose choice it takes."""
+    tuned = study.rows[label].like or label
+    points = study.rows[tuned].points
+    return choose(tuned, [run_trials((study, tuned, point)) for point in points]).point if points[0] else ()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, help="if not the study's")
     options = parser.parse_args()
-    study = Study.model_validate(yaml.safe_load(options.study.read_text()))
-    out = options.out or Path("tries") / options.study.stem
+    study = load_study(options.study)
     print("| | clients' models, local | clients' models, global | server's model |\n|---|---|---|---|")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        points = choose_points(study, options.rows, pool, out)
-        for label in options.rows:
-            row = study.rows[label]
-            runs = build_jobs(study, row, points.get(row.like or label, []), options.seeds or study.seeds, False, out)
-            means = np.mean(list(pool.map(measure, runs)), axis=0)
-            print(f"| {label} | " + " | ".join(f"{value:.1f}" for value in means) + " |", flush=True)
+    for label in options.rows:
+        point = choose_point(study, label)
+        jobs = [build_job(study, label, point, seed) for seed in options.seeds or study.seeds]
+        means = np.mean([measure(job) for job in jobs], axis=0)
+        print(f"| {label} | " + " | ".join(f"{value:.1f}" for value in means) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from study import ALONE, make_splits
+from runs import ALONE, make_splits
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment

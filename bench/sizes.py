@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from attacks import FROZEN
-from study import ALONE, Job, make_splits
+from runs import ALONE, Job, make_splits
 
 from fclmodels.data.splits.split_reader import Splits
 from fclmodels.experiment.experiment import Experiment
@@ -70,7 +70,7 @@ def find_largest(stream: str, method: str, out: Path) -> dict[str, float]:
 
     name = method.partition(",")[0]
     settings = [*SETTINGS, *STREAMS[stream], *ALONE, "federation.inspection.largest=null", *METHODS[method]]
-    job = Job(params=Path("params.yaml"), settings=settings, method=name, seed=0, on_val=False, out=out)
+    job = Job(params=Path("params.yaml"), settings=settings, method=name, seed=0, out=out)
     with patch.multiple(inspection, look=measured, find_defects=compared), TemporaryDirectory() as folder:
         splits = Splits.open(make_splits(job.load(), out))
         with Experiment(job.load(), name, 0, splits, Path(folder) / "home") as experiment:

@@ -98,6 +98,10 @@ def test_values_of_settings_are_right(page: Path, tmp_path: Path, monkeypatch: p
         presets = [f"presets/{name}.yaml" for name in after(words, "--preset", "preset")]
         file = ROOT / [*after(words, "--params"), *presets, "params.yaml"][0]
         given = [value for value in after(words, "--set") if not value.startswith("KEY")]
+        for study in filter(Path.exists, [ROOT / name for name in words[2:3] if words[1] == "study"]):
+            monkeypatch.chdir(ROOT)
+            check_plan(load_study(study, given).select_rows(after(words, "--row")))
+            given = []
         if given and file.exists():
             reading.load_params(file, given)
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
@@ -107,6 +111,12 @@ def test_values_of_settings_are_right(page: Path, tmp_path: Path, monkeypatch: p
             check_plan(load_study(tmp_path / "params.yaml"))
         else:
             reading.load_params(tmp_path / "params.yaml")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "bench" / "studies").glob("*.yaml")), ids=lambda file: file.stem)
+def test_studies_are_right(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check_plan(load_study(file))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

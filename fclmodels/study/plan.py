@@ -127,7 +127,9 @@ class Study(Settings):
         return self.rows[label].seeds or self.seeds
 
     def select_rows(self, labels: Sequence[str]) -> "Study":
-        """Return the study of these rows alone, and of the rows whose choice they take."""
+        """Return the study of these rows alone, and of the rows whose choice they take; of all where none is named."""
+        if not labels:
+            return self
         for label in labels:
             if label not in self.rows:
                 raise UserError(f"{label} is no row of the study. {suggest_name(label, self.rows)}")

@@ -21,7 +21,9 @@ def run_study(
     scale: Annotated[
         float | None, typer.Option(min=0, max=1, help="share of the rounds of all runs [default: the file's]")
     ] = None,
-    rows: Annotated[str | None, typer.Option(metavar="A,B", help="only these rows [default: all]")] = None,
+    rows: Annotated[
+        list[str], typer.Option("--row", metavar="LABEL", help="only this row; may be repeated [default: all]")
+    ] = [],  # noqa: B006
     workers: Workers = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="where it goes [default: studies/FILE's name]")
@@ -38,9 +40,7 @@ def run_study(
     from fclmodels.study.plan import check_plan, load_study
     from fclmodels.study.results import to_json
 
-    study = load_study(file, overrides, scale)
-    if rows is not None:
-        study = study.select_rows([label.strip() for label in rows.split(",")])
+    study = load_study(file, overrides, scale).select_rows(rows)
     check_plan(study)
     out = out or Path("studies") / file.stem
     from flows.prefect.launch import run_flow

@@ -1,6 +1,6 @@
 """What the methods claim, on the embedded digits in four domains, one after another: means over the seeds 0 to 4.
 
-Both sides share the rounds; each has the settings that bench/tune.py finds best on val rows with the seeds 100 to 102.
+Both sides share the rounds; each has the settings that fcl tune finds best on val rows with the seeds 100 to 102.
 In ten rounds of one epoch: learning rates 0.05, 0.1, 0.2 and fot's thresholds 0.85, 0.9, 0.95 (fedprotip has its
 default). In ten rounds of five, with what is best in twenty: learning rates 0.01, 0.02, 0.05, 0.1, 0.2 (fedavg) and
 0.02, 0.05, 0.1 (special), lambda auto, 0.1, 0.2, 0.4, and 0.03, 0.05 at the best rate. auto has a caveat,

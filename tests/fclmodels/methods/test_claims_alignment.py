@@ -1,6 +1,6 @@
 """What STAMP claims, on the embedded digits, two classes a task: means over the seeds 0 to 4, task-agnostic.
 
-Ten clients, ten rounds of one epoch. Each side has the learning rate that bench/tune.py finds best on val rows with the
+Ten clients, ten rounds of one epoch. Each side has the learning rate that fcl tune finds best on val rows with the
 seeds 100 to 102, of 0.02 (not stamp), 0.05, 0.1 and 0.2 (ER's with a memory of 127 samples). ER's memory takes as many
 bytes as STAMP's coreset.
 """

@@ -1,7 +1,7 @@
 """What PIP claims, on the embedded digits and a transformer pretrained on drawn letters: means over the seeds 0 to 4.
 
 Two tasks of five classes, ten clients with three of a task's classes each, ten rounds of one epoch. Each method has the
-learning rate that bench/tune.py finds best on val rows with the seeds 100 to 102, of 0.003, 0.01 and 0.03. The rivals
+learning rate that fcl tune finds best on val rows with the seeds 100 to 102, of 0.003, 0.01 and 0.03. The rivals
 on the same backbone are printed beside (docs/results.md).
 """
 
