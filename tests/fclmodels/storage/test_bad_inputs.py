@@ -365,6 +365,15 @@ def weights_of_others(home: Path) -> Format:
     )
 
 
+def layers_model(home: Path) -> Format:
+    """Weights as TensorFlow.js has them, for `fcl weights import`."""
+    entries = [{"name": "x", "shape": [2, 3], "dtype": "float32"}, {"name": "y", "shape": [1], "dtype": "float32"}]
+    (home / "model.json").write_text(json.dumps({"weightsManifest": [{"paths": ["a", "b"], "weights": entries}]}))
+    (home / "a").write_bytes(bytes(10))
+    (home / "b").write_bytes(bytes(18))
+    return Format(home, ("model.json", "a", "b"), read_source)
+
+
 def idx_files(home: Path) -> Format:
     (home / "x").write_bytes(b"\0\0\x08\x03" + np.array([3, 4, 4], ">u4").tobytes() + bytes(48))
     (home / "y").write_bytes(b"\0\0\x08\x01" + np.array([3], ">u4").tobytes() + bytes(3))
@@ -451,6 +460,7 @@ MAKERS: dict[str, Callable[..., Format]] = {
     "result.json and tables of a run": a_run_folder,
     "a model folder": a_model,
     "weights from elsewhere": weights_of_others,
+    "a model of TensorFlow.js": layers_model,
     "idx": idx_files,
     "tsv": tsv_files,
     "pictures": pictures,

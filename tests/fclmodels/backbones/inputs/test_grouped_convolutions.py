@@ -14,6 +14,7 @@ from fclmodels.backbones.inputs.gradient_projection import Projection, Protected
 from fclmodels.backbones.inputs.layer_capture import Layer, find_layers, observe_inputs
 from fclmodels.backbones.inputs.layer_inputs import LayerInputs
 from fclmodels.data.batches import Batch
+from fclmodels.federation.monitors.used_share import measure_used_shares
 from fclmodels.methods.fedprotip import FedProTIP
 from fclmodels.methods.fot import Fot
 from fclmodels.methods.gpm import Gpm
@@ -160,6 +161,21 @@ def test_methods_keep_what_each_channel_saw(kind: type, method_of: Callable, fed
         assert float((step @ bases[name]).norm()) < 1e-5
         moved += float(step.norm())
     assert moved > 1e-3
+
+
+def test_a_layers_used_share_is_that_of_all_its_groups(method_of: Callable) -> None:
+    """Of ranks 1 and 3 of 4 and of 2 of 8: a half and a quarter; groups count as one layer, in what is said, too."""
+    ranks = {"backbone.a[0]": (4, [1]), "backbone.a[1]": (4, [3]), "backbone.b": (8, [2])}
+    bases = {name: torch.zeros(d, of_tasks[-1]) for name, (d, of_tasks) in ranks.items()}
+    shares = {row["layer"]: row["value"] for row in measure_used_shares(bases, 0).iter_rows(named=True)}
+    assert shares == {"backbone.a": 0.5, "backbone.b": 0.25, None: 0.375}
+    full = {f"backbone.a[{group}]": (4, [4]) for group in range(3)} | {"backbone.b": (8, [0]), "backbone.c": (8, [8])}
+    knowledge = {
+        "bases": {name: torch.zeros(d, of_tasks[-1]) for name, (d, of_tasks) in full.items()},
+        "ranks": {name: of_tasks for name, (_, of_tasks) in full.items()},
+    }
+    (line,) = method_of(Fot).subspace.list_remarks(knowledge)
+    assert line.startswith("after task 1 the bases fill 2 of 3 protected layers")
 
 
 @pytest.mark.slow

@@ -93,6 +93,9 @@ def test_knowledge_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     trees.save({"bases": {"fc": torch.eye(4)[:, :1]}, "ranks": {"fc": [1]}}, file)
     run: Any = SimpleNamespace(folder=tmp_path, monitors=pl.DataFrame(schema=MONITORS))
     assert load_used_shares(run)["value"].to_list() == [0.25, 0.25]  # of the layer, and in the mean
+    groups = {"conv[0]": torch.eye(4)[:, :1], "conv[1]": torch.eye(4)[:, :3]}  # of one layer
+    trees.save({"bases": groups, "ranks": {"conv[0]": [1], "conv[1]": [3]}}, file)
+    assert load_used_shares(run).select("layer", "value").rows() == [("conv", 0.5), (None, 0.5)]
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(UserError, match=r"task-00\.safetensors cannot be read"):
         load_used_shares(run)
