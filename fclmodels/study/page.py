@@ -58,9 +58,10 @@ def render_page(study: Study, name: str, table: Sequence[Standing]) -> str:
 
 def describe_figures(study: Study, table: Sequence[Standing]) -> str:
     """Return what the figures of the table are."""
-    reading, draws = labels.label_reading(study.reading).title, sorted({row.draws for row in table})
+    reading = labels.label_reading(study.reading).title
+    draws = " or ".join(map(str, sorted({row.draws for row in table if row.draws}))) or "no"
     return (
-        f"{reading}, in %. Means over {' or '.join(map(str, draws))} draws ± half of the {100 * LEVEL:.0f} % interval "
+        f"{reading}, in %. Means over {draws} draws ± half of the {100 * LEVEL:.0f} % interval "
         f"(Student's t). The difference is paired by draw, from {study.compared_with}. Rank: the mean over the draws "
         "that all rows have, 1 is the best. Tuning: seconds of all choices that were tried, on val rows."
     )
@@ -73,7 +74,11 @@ def list_notes(study: Study, table: Sequence[Standing]) -> list[str]:
         notes.append(f"Not at full scale: {study.scale:.3g} of the rounds (scale). A paper's figures are at 1.")
     if max((row.draws for row in table), default=0) < 3:
         notes.append("Fewer than three draws: no claim rests on this.")
-    notes += [f"{row.label}: {row.early} runs ended early: {row.problem}" for row in table if row.early]
+    notes += [
+        f"{row.label}: {row.early} of {row.early + row.draws} runs ended early: {row.problem}"
+        for row in table
+        if row.early
+    ]
     return notes
 
 
@@ -122,7 +127,8 @@ def _list_row(study: Study, row: Standing, best: bool) -> Iterator[str]:
     yield row.label + (f" ({row.draws} of {row.draws + row.early})" if row.early else "")
     for name in study.metrics:
         yield format_estimate(row.metrics[name])
-    yield format_estimate(row.difference, signed=True)
+    common = row.difference.draws if row.difference else row.draws
+    yield format_estimate(row.difference, signed=True) + (f" (of {common})" if common < row.draws else "")
     yield NONE if row.rank is None else f"{row.rank:.1f}"
     yield str(row.tried) if row.tried else NONE
     yield format_duration(row.tuning_seconds) if row.tried else NONE

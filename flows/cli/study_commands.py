@@ -1,6 +1,5 @@
 """Commands that compare methods fairly: study, tune."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +42,7 @@ def run_study(
     study = load_study(file, overrides, scale).select_rows(rows)
     check_plan(study)
     out = out or Path("studies") / file.stem
+    from fclmodels.federation.executors.auto_choice import count_cores
     from flows.prefect.launch import run_flow
 
     shared = {"plan": study, "workers": workers or count_cores(), "quiet": quiet}
@@ -101,6 +101,7 @@ def tune(
     check_plan(study)
     if write is not None and write.exists():
         raise UserError(f"{write} is there already. Name another file, and put the lines where they belong.")
+    from fclmodels.federation.executors.auto_choice import count_cores
     from flows.prefect.launch import run_flow
 
     name = f"tune {method}"
@@ -129,7 +130,3 @@ def nest_settings(point: Sequence[str]) -> dict[str, Any]:
             block = block.setdefault(key, {})
         block[name] = yaml.safe_load(value)
     return blocks
-
-
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

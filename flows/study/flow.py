@@ -10,6 +10,7 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from fclmodels.errors import UserError
 from fclmodels.report.read_runs import read_run
 from fclmodels.settings.load import load_params
 from fclmodels.study.page import write_results
@@ -29,8 +30,7 @@ def study(name: str, plan: Study, out: Path, workers: int = 1, quiet: bool = Fal
     """Choose settings, run, write the page into `out`, track it; return the table."""
     with open_map(workers) as run_all:
         trials = try_settings(plan, run_all, quiet)
-        points = {label: choose(label, of).point for label, of in trials.items()}
-        judged = judge_rows(plan, points, trials, out, run_all, quiet)
+        judged = judge_rows(plan, trials, out, run_all, quiet)
     table = build_table(plan, judged)
     page = write_results(plan, name, table, out)
     track_study(load_params(plan.params, plan.set).tracking.uri, name, plan, judged, table, page)
@@ -62,28 +62,39 @@ def try_settings(plan: Study, run_all: Map, quiet: bool) -> Trials:
 
 
 @task(name="judge", cache_policy=NO_CACHE)
-def judge_rows(
-    plan: Study, points: dict[str, Point], trials: Trials, out: Path, run_all: Map, quiet: bool
-) -> dict[str, Judged]:
-    """Run every row with its chosen settings and each of its seeds; return the runs of each row."""
-    jobs = []
+def judge_rows(plan: Study, trials: Trials, out: Path, run_all: Map, quiet: bool) -> dict[str, Judged]:
+    """Run every row with its chosen settings and each of its seeds; return the runs of each row.
+
+    A row none of whose choices ran to its end has a problem in place of runs; the others go on.
+    """
+    points, problems = choose_points(trials)
+    judged, orders = {}, []
     for label, row in plan.rows.items():
-        point = points.get(row.like or label, ())
-        jobs += [build_job(plan, label, point, seed) for seed in plan.get_seeds(label)]
-    folders = [out / "runs" / f"{name_folder(job.label)}-{job.seed}" for job in jobs]
-    orders = list(zip(jobs, folders, strict=True))
-    judged = {
-        label: Judged([], [], trials.get(label, ()), points.get(row.like or label, ()))
-        for label, row in plan.rows.items()
-    }
+        tuned, seeds = row.like or label, plan.get_seeds(label)
+        point = points.get(tuned, ())
+        early = [problems[tuned]] * len(seeds) if tuned in problems else []
+        judged[label] = Judged([], early, trials.get(label, ()), point)
+        jobs = [build_job(plan, label, point, seed) for seed in seeds] if not early else []
+        orders += [(job, out / "runs" / f"{name_folder(label)}-{job.seed}") for job in jobs]
     for number, ((job, folder), problem) in enumerate(zip(orders, run_all(run_judged, orders), strict=True), start=1):
         of_row = judged[job.label]
         if problem:
             of_row.problems.append(problem)
         else:
             of_row.runs.append(read_run(folder))
-        tell(f"run {number} of {len(jobs)}: {job.label}, seed {job.seed}{problem and f': {problem}'}", quiet)
+        tell(f"run {number} of {len(orders)}: {job.label}, seed {job.seed}{problem and f': {problem}'}", quiet)
     return judged
+
+
+def choose_points(trials: Trials) -> tuple[dict[str, Point], dict[str, str]]:
+    """Return each row's choice, and of the rows without one the reason."""
+    points, problems = {}, {}
+    for label, of_row in trials.items():
+        try:
+            points[label] = choose(label, of_row).point
+        except UserError as problem:
+            problems[label] = str(problem)
+    return points, problems
 
 
 def describe_trial(trial: TriedPoint) -> str:

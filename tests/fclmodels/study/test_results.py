@@ -1,5 +1,6 @@
 """The table of a study against SciPy and by hand."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,9 +94,10 @@ def test_the_page_says_what_its_figures_are_not(tmp_path: Path) -> None:
     page = render_page(study, "s", table)
     assert "Not at full scale: 0.1 of the rounds" in page
     assert "Fewer than three draws" not in page
-    assert "A: 1 runs ended early: lr: it diverged" in page
+    assert "A: 1 of 3 runs ended early: lr: it diverged" in page
     assert "B &amp; &lt;C&gt;" in page
     assert "A (2 of 3)" in page
+    assert re.search(r"\+3\.5 ± [\d.]+ \(of 2\)", page)  # (0.05 + 0.02) / 2, the draws that both have
     assert write_results(study, "s", table, tmp_path).read_text() == page
     few = build_table(make_study(), {label: Judged(of.runs[:1], [], (), ()) for label, of in judged.items()})
     text = format_markdown(make_study(), "s", few)

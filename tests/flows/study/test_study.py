@@ -94,6 +94,19 @@ def test_tune_prints_the_choice_as_lines_of_params_yaml(
     assert searched["chosen"]["values"][0] == max(value for value in values if value is not None)
 
 
+def test_a_row_that_diverges_says_so_and_the_others_go_on(
+    fcl: Fcl, study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = "  Wild: {method: fedprox, grid: {optimizer.lr: [1.0e+20]}, seeds: [3]}\n"
+    study.write_text(STUDY.replace("[0, 1]", "[0]").replace("[0.01, 0.2]", "[0.2]").replace("rows:\n", f"rows:\n{row}"))
+    assert fcl("study", "small.yaml", "-w", "1", "--row", "FedAvg", "--row", "Wild") == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^Wild \(0 of 1\) +– ", out, re.MULTILINE)
+    assert "Wild: 1 of 1 runs ended early: rows.Wild: no choice of settings ran to its end" in err
+    assert "Fewer than three draws" in err
+    assert [path.name for path in Path("studies/small/runs").iterdir()] == ["fedavg-0"]
+
+
 def test_a_mistake_is_one_line(fcl: Fcl, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.write_text(STUDY.replace("method: fedprox", "method: fedpro"))
     assert fcl("study", "small.yaml") == 2
