@@ -24,8 +24,15 @@ class FeatureNet(nn.Module):
     """Names of its children, or of their children, from input to output; `model.freeze` may name each."""
     divisible: ClassVar[bool] = False
     """True where it has `run_first` and `run_rest`."""
+    channels_last: ClassVar[bool] = False
+    """True where the maps that its blocks return are [B, H, W, C]."""
     hints: ClassVar[Mapping[str, str]] = {}
     """By tensor name, the settings that its shape follows: for errors about weights that do not fit."""
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The blocks at whose ends methods compare networks: all, but for a stem where there are stages."""
+        return self.blocks
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError

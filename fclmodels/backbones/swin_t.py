@@ -31,6 +31,7 @@ class SwinTNet(FeatureNet):
 
     features = 768
     blocks = ("stages", "norm")
+    channels_last = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fclmodels.backbones.base import FeatureNet
 from fclmodels.errors import suggest_name
@@ -14,8 +14,9 @@ from fclmodels.errors import suggest_name
 def capture_block_outputs(backbone: FeatureNet, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
     """Put, while open, each named block's output of the last pass through it into the mapping that this yields.
 
-    Outputs are as the blocks return them, and gradients flow through them. The network goes on with a copy, so that a
-    ReLU that works in place changes none of them. Of a block that returns several tensors it is the first.
+    Maps come as [B, C, H, W], others as the blocks return them, and gradients flow through them. The network goes
+    on with a copy, so that a ReLU that works in place changes none of them. Of a block that returns several tensors it
+    is the first.
     """
     for name in names:
         if name not in backbone.blocks:
@@ -24,8 +25,9 @@ def capture_block_outputs(backbone: FeatureNet, names: Collection[str]) -> Itera
     outputs: dict[str, Tensor] = {}
 
     def note(name: str, output: Any) -> Any:
-        outputs[name] = output[0] if isinstance(output, tuple) else output
-        copy = outputs[name].clone()
+        first = output[0] if isinstance(output, tuple) else output
+        outputs[name] = first.movedim(-1, 1) if owner.channels_last and first.ndim == 4 else first
+        copy = first.clone()
         return (copy, *output[1:]) if isinstance(output, tuple) else copy
 
     owner = _find_owner_of_blocks(backbone)
@@ -40,7 +42,7 @@ def capture_block_outputs(backbone: FeatureNet, names: Collection[str]) -> Itera
             hook.remove()
 
 
-def _find_owner_of_blocks(backbone: FeatureNet) -> nn.Module:
+def _find_owner_of_blocks(backbone: FeatureNet) -> FeatureNet:
     """Return the module whose children the blocks are: an adapter has the names of the backbone that it holds."""
     frozen = dict(backbone.named_children()).get("frozen")
     return frozen if isinstance(frozen, FeatureNet) else backbone

@@ -112,6 +112,7 @@ class ResNet(FeatureNet):
     """
 
     blocks = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
+    stage_names = blocks[2:]
     divisible = True
     hints: ClassVar = {
         "conv1.weight": "conv1 follows model.stem (imagenet 7x7, cifar 3x3), model.width and data.channels."

@@ -61,7 +61,8 @@ class ClassifierSettings(ExemplarSettings):
         "class", description="exemplars is a number for each class; total: for all so far, which share it alike"
     )
     blocks: tuple[str, ...] | None = Field(
-        None, description="names of the blocks whose outputs are distilled; null: all of the backbone"
+        None,
+        description="names of the blocks whose outputs are distilled; null: all of the backbone, of a resnet its four stages",
     )
     proxies: PositiveInt = Field(10, le=1000, description="K, proxies of a class")
     nca: Nca = Field("paper", description="the loss: eq. 6, or the release's, whose margin does nothing")
@@ -157,7 +158,7 @@ class ProxyClassifier:
 
     def run_blocks(self, network: Network, batch: Batch) -> Outputs:
         """Return the outputs of the blocks that are distilled, by name, and the features."""
-        names = network.backbone.blocks if self.settings.blocks is None else self.settings.blocks
+        names = network.backbone.stage_names if self.settings.blocks is None else self.settings.blocks
         with capture_block_outputs(network.backbone, names) as outputs:
             features = network.backbone(batch.inputs)
         return {**outputs, FEATURES: features}

@@ -71,6 +71,14 @@ def test_an_output_is_what_the_block_returns_though_a_relu_works_in_place() -> N
     )
 
 
+def test_maps_come_with_channels_first() -> None:
+    network, x = build("swin-t", Path())
+    with capture_block_outputs(network.backbone, ["norm"]) as outputs:
+        features = network.backbone(x)
+    assert outputs["norm"].shape == (3, 768, 1, 1)
+    torch.testing.assert_close(outputs["norm"].mean((2, 3)), features)
+
+
 def test_the_gradient_of_a_distance_between_two_networks_is_that_of_autograd() -> None:
     network, x = build("cnn", Path())
     backbone = network.backbone
