@@ -62,7 +62,7 @@ class ClassifierSettings(ExemplarSettings):
     )
     blocks: tuple[str, ...] | None = Field(
         None,
-        description="names of the blocks whose outputs are distilled; null: all of the backbone, of a resnet its four stages",
+        description="names of the blocks whose outputs are distilled; null: all, of a resnet its four stages",
     )
     proxies: PositiveInt = Field(10, le=1000, description="K, proxies of a class")
     nca: Nca = Field("paper", description="the loss: eq. 6, or the release's, whose margin does nothing")
