@@ -60,8 +60,9 @@ def describe_figures(study: Study, table: Sequence[Standing]) -> str:
     """Return what the figures of the table are."""
     reading = labels.label_reading(study.reading).title
     draws = " or ".join(map(str, sorted({row.draws for row in table if row.draws}))) or "no"
+    draws += " draw" if draws == "1" else " draws"
     return (
-        f"{reading}, in %. Means over {draws} draws ± half of the {100 * LEVEL:.0f} % interval "
+        f"{reading}, in %. Means over {draws} ± half of the {100 * LEVEL:.0f} % interval "
         f"(Student's t). The difference is paired by draw, from {study.compared_with}. Rank: the mean over the draws "
         "that all rows have, 1 is the best. Tuning: seconds of all choices that were tried, on val rows."
     )

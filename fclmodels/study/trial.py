@@ -71,19 +71,24 @@ def watch_trial(
         lock_file(home / "locks" / f"trial-{name}"),
         Experiment(params, method, seed, opened, home, place=place) as run,
     ):
-        progress, store = _Progress(run), Store(home / "store")
-        for learned in range(1 if each_task else run.tasks, run.tasks + 1):
-            key = _identify_look(run, learned)
-            outcome = store.recall(key) or progress.judge(learned, key, store)
-            table = store.get_table(outcome["objects"]["val_accuracy"])
-            accuracies = accuracy_matrix(table, reading)[learned, :learned]
-            value = None if np.isnan(accuracies).any() else float(accuracies.mean())
-            try:
-                yield Look(learned, value, outcome["seconds"])
-            except GeneratorExit:
-                shutil.rmtree(place, ignore_errors=True)
-                raise
+        try:
+            yield from _look(run, Store(home / "store"), reading, each_task)
+        except (GeneratorExit, UserError):  # pruned, or ended early: nobody goes on with it
+            shutil.rmtree(place, ignore_errors=True)
+            raise
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _look(run: Experiment, store: Store, reading: str, each_task: bool) -> Generator[Look]:
+    """Yield the looks at an experiment that `store` has, and those that training it gives."""
+    progress = _Progress(run)
+    for learned in range(1 if each_task else run.tasks, run.tasks + 1):
+        key = _identify_look(run, learned)
+        outcome = store.recall(key) or progress.judge(learned, key, store)
+        table = store.get_table(outcome["objects"]["val_accuracy"])
+        accuracies = accuracy_matrix(table, reading)[learned, :learned]
+        value = None if np.isnan(accuracies).any() else float(accuracies.mean())
+        yield Look(learned, value, outcome["seconds"])
 
 
 class _Progress:

@@ -114,6 +114,13 @@ def test_a_hopeless_trial_is_pruned_and_leaves_no_folder(watch: Callable[..., Ge
     assert not list((tmp_path / "home" / "trials").iterdir())
 
 
+def test_a_trial_that_diverges_leaves_no_folder(watch: Callable[..., Generator[Look]], tmp_path: Path) -> None:
+    trial = try_point([watch("optimizer.lr=1.0e+20"), watch()], ("optimizer.lr=1.0e+20",))
+    assert (trial.value, trial.values) == (None, (None, None))
+    assert "training diverged" in trial.problem
+    assert not list((tmp_path / "home" / "trials").iterdir())
+
+
 def test_the_choice_by_hand() -> None:
     first, second = TriedPoint(("a=1",), (0.5, 0.7), 1.0), TriedPoint(("a=2",), (0.7, 0.5), 1.0)
     failed, worse = TriedPoint(("a=3",), (0.9, None), 1.0, "NaN"), TriedPoint(("a=4",), (0.9, 0.1), 1.0)
