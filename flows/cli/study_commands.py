@@ -34,6 +34,7 @@ def run_study(
     """Compare methods, each with the settings that val rows choose, over draws of stream and partition.
 
     Settings are chosen with seeds of their own and never by test rows. A study that was stopped goes on from there.
+    Exits with 1 where a row has no run that came to its end.
     """
     from fclmodels.study.page import PAGE, describe_figures, list_cells, list_notes
     from fclmodels.study.plan import check_plan, load_study
@@ -56,6 +57,8 @@ def run_study(
     for note in (describe_figures(study, table), *list_notes(study, table)):
         terminal.tell(note, quiet)
     terminal.tell(str(out / PAGE), quiet)
+    if not all(row.draws for row in table):
+        raise typer.Exit(1)
 
 
 def tune(

@@ -11,6 +11,7 @@ from rich.table import Table
 from fclmodels.errors import hide_passwords
 
 Row = dict[str, Any]
+SHORT = 24  # characters of a cell, such as a mean with its interval
 
 
 def print_rows(rows: Sequence[Row], as_json: bool) -> None:
@@ -24,17 +25,17 @@ def print_rows(rows: Sequence[Row], as_json: bool) -> None:
 def print_table(rows: Sequence[Row], title: str | None = None) -> None:
     """Print the rows as a table whose columns are the keys of the first one.
 
-    A column of single words is never wrapped: where the terminal is too narrow, lines run over its edge.
+    A column of single words or short cells is never wrapped: where the terminal is too narrow, lines run over its edge.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, value in rows[0].items() if rows else ():
         cells = ["" if row.get(name) is None else str(row[name]) for row in rows]
-        words = not any(" " in cell for cell in cells)
+        is_short = all(" " not in cell or len(cell) <= SHORT for cell in [name, *cells])
         table.add_column(
             name,
             justify="right" if isinstance(value, int | float) else "left",
-            no_wrap=words,
-            min_width=max(map(len, [name, *cells])) if words else None,
+            no_wrap=is_short,
+            min_width=max(map(len, [name, *cells])) if is_short else None,
             overflow="fold",
         )
     for row in rows:
