@@ -185,6 +185,8 @@ def forget_plugins() -> None:
 def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
     """A function that writes a file below plugins/ of the current folder; afterwards a new process would begin."""
     monkeypatch.chdir(tmp_path)
+    # Python takes a compiled file for that of another text of the same length which is written within a second.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(path: str, text: str) -> Path:
         file = tmp_path / "plugins" / path

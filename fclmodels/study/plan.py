@@ -55,6 +55,12 @@ class StudyRow(Settings):
     def _is_tuned_in_one_way(self) -> "StudyRow":
         if sum(map(bool, (self.grid, self.search, self.like))) > 1:
             raise ValueError("a row has one of grid, search and like")
+        if empty := [key for key, values in (self.grid | self.search).items() if values == ()]:
+            raise ValueError(f"{empty[0]} has no values. Name one at least, or leave it out")
+        if set_twice := [text for text in self.set if text.partition("=")[0] in self.grid | self.search]:
+            raise ValueError(f"{set_twice[0]} is set, and its values are tried. Have it in one place")
+        if self.seeds == ():
+            raise ValueError("seeds has none. Name one at least, or leave it out")
         return self
 
     @property
@@ -95,8 +101,13 @@ class Study(Settings):
                 raise ValueError(f"rows.{label} has a search: set budget, the number of choices that it tries")
             if self.budget is not None and len(row.points) > self.budget:
                 raise ValueError(f"rows.{label}.grid has {len(row.points)} choices, and budget is {self.budget}")
-            if (row.grid or row.search) and (both := {*self.tuning_seeds} & {*self.seeds, *(row.seeds or ())}):
+            is_tuned = row.grid or row.search or row.like
+            if is_tuned and (both := {*self.tuning_seeds} & {*self.seeds, *(row.seeds or ())}):
                 raise ValueError(f"seed {min(both)} is in seeds and in tuning_seeds: what chooses settings judges none")
+        of_rows = {f"rows.{label}.seeds": row.seeds or () for label, row in self.rows.items()}
+        for name, seeds in {"seeds": self.seeds, "tuning_seeds": self.tuning_seeds, **of_rows}.items():
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"{name} has a seed twice: a draw counts once")
         folders = [name_folder(label) for label in self.rows]
         if twice := [label for label, name in zip(self.rows, folders, strict=True) if folders.count(name) > 1]:
             raise ValueError(f"{' and '.join(twice)} would share a folder. Name the rows differently")

@@ -11,6 +11,7 @@ from scipy.special import stdtrit
 from scipy.stats import rankdata
 
 from fclmodels.metrics import MATRIX_METRICS
+from fclmodels.report import labels
 from fclmodels.report.read_runs import RunFolder
 from fclmodels.study.plan import Point, Study
 from fclmodels.study.trial import TriedPoint
@@ -62,20 +63,23 @@ def estimate_mean(values: Sequence[float]) -> DrawMean:
     return DrawMean(float(np.mean(values)), half, n)
 
 
-def rank_rows(values: Mapping[str, Mapping[Draw, float]]) -> dict[str, float | None]:
-    """Return each row's mean rank over the draws that all rows have; equals share the mean of their ranks."""
+def rank_rows(values: Mapping[str, Mapping[Draw, float]], sign: int = 1) -> dict[str, float | None]:
+    """Return each row's mean rank over the draws that all rows have; equals share the mean of their ranks.
+
+    sign: 1 where more is better, -1 where less is.
+    """
     judged = {label: of for label, of in values.items() if of}
     common = sorted(set.intersection(*(set(of) for of in judged.values()))) if judged else []
     if not common:
         return dict.fromkeys(values)
-    ranks = rankdata([[-of[draw] for draw in common] for of in judged.values()], axis=0).mean(axis=1)
+    ranks = rankdata([[-sign * of[draw] for draw in common] for of in judged.values()], axis=0).mean(axis=1)
     return dict.fromkeys(values) | dict(zip(judged, ranks.tolist(), strict=True))
 
 
 def build_table(study: Study, judged: Mapping[str, Judged]) -> list[Standing]:
     """Return the rows of the table, in the study's order."""
     first = {label: _collect_values(study, of.runs, study.metrics[0]) for label, of in judged.items()}
-    ranks, reference = rank_rows(first), first.get(study.compared_with, {})
+    ranks, reference = rank_rows(first, find_sign(study.metrics[0])), first.get(study.compared_with, {})
     return [
         Standing(
             label,
@@ -94,6 +98,12 @@ def build_table(study: Study, judged: Mapping[str, Judged]) -> list[Standing]:
         )
         for label, of in judged.items()
     ]
+
+
+def find_sign(metric: str) -> int:
+    """Return 1 where more of a metric is better, -1 where less is."""
+    label = labels.METRICS.get(metric.rpartition(".")[2])
+    return -1 if label is not None and label.better == "↓" else 1
 
 
 def subtract(values: Mapping[Draw, float], reference: Mapping[Draw, float]) -> dict[Draw, float]:

@@ -104,6 +104,8 @@ def tune(
     check_plan(study)
     if write is not None and write.exists():
         raise UserError(f"{write} is there already. Name another file, and put the lines where they belong.")
+    if write is not None and not write.parent.is_dir():
+        raise UserError(f"{write.parent} is no folder. Make it, or name a file elsewhere.")
     from fclmodels.federation.executors.auto_choice import count_cores
     from flows.prefect.launch import run_flow
 

@@ -89,6 +89,7 @@ def estimate(weights: str, images: Images, out: Path, params: Params) -> dict[st
     """Write weights with statistics of other images; return the new file's row."""
     path, backbone = find_weights_file(Path(weights), params.model.backbone), build(params)
     tensors, card = read_tensors(path), read_card(path)
+    refuse_other_settings(path, params.model.model_dump(mode="json"))
     fill(backbone, tensors, path)
     count = estimate_statistics(backbone, read_images(images, params))
     source = images.folder or f"task {images.task} of {images.splits}"

@@ -4,6 +4,9 @@ One row is searched one choice after another, from a fixed seed, so that the sam
 runs beside it; a repeated one takes what the store has.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 import optuna
@@ -22,17 +25,16 @@ def search_row(order: tuple[Study, str]) -> list[TriedPoint]:
     search = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=STARTUP),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP),
+        pruner=optuna.pruners.NopPruner(),
     )
-    trials = []
+    trials: list[TriedPoint] = []
+    looks_before: list[dict[int, float]] = []  # of each choice, by step
     for _ in range(study.budget or 0):
         proposal = search.ask()
         point = suggest_point(proposal, study.rows[label])
 
-        def is_hopeless(step: int, value: float, proposal: optuna.Trial = proposal) -> bool:
-            proposal.report(value, step)
-            return proposal.should_prune()
-
+        own: dict[int, float] = {}
+        is_hopeless = partial(note_look, own, looks_before)
         looks = [watch(build_job(study, label, point, seed), study, True) for seed in study.tuning_seeds]
         trial = try_point(looks, point, is_hopeless)
         state = optuna.trial.TrialState.PRUNED if trial.problem == PRUNED else optuna.trial.TrialState.FAIL
@@ -41,7 +43,19 @@ def search_row(order: tuple[Study, str]) -> list[TriedPoint]:
         else:
             search.tell(proposal, trial.value)
         trials.append(trial)
+        looks_before.append(own)
     return trials
+
+
+def note_look(own: dict[int, float], before: Sequence[dict[int, float]], step: int, value: float) -> bool:
+    """Note a look at val rows; return whether it is below the median of earlier choices' looks at the same step.
+
+    Optuna's own median pruner compares the best look so far, which of a stream is that after the first task: it would
+    never prune what forgets.
+    """
+    own[step] = value
+    others = [looks[step] for looks in before if step in looks]
+    return len(others) >= STARTUP and value < median(others)
 
 
 def suggest_point(proposal: optuna.Trial, row: StudyRow) -> Point:

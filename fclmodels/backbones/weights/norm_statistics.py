@@ -2,7 +2,7 @@
 
 For weights whose statistics are of other images, or lost. Each batch passes the network, normalised by its own mean and
 variance in every layer, and the running ones become the means over all batches of these (of variances the unbiased
-ones), as torch.optim.swa_utils.update_bn has it. Weights stay as they are.
+ones), by the batches' sizes, where torch.optim.swa_utils.update_bn counts a short last batch in full. Weights stay.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fclmodels.errors import UserError
+
+LEAST = 4  # images; ours
 
 
 @torch.no_grad()
@@ -24,12 +26,15 @@ def estimate_statistics(network: nn.Module, batches: Iterable[Tensor]) -> int:
     network.eval()
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # the mean over all batches
         layer.train()
     images = 0
     for batch in batches:
-        network(batch)
         images += len(batch)
+        for layer in layers:
+            layer.momentum = len(batch) / images  # so that the running one is the mean over all images so far
+        network(batch)
+    if images < LEAST:
+        raise UserError(f"fcl weights: {images} images are too few for statistics. Give {LEAST} or more.")
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     network.eval()

@@ -85,6 +85,11 @@ def test_rows_are_selected_with_those_whose_choice_they_take() -> None:
             "Did you mean rows.Prox.search",
         ),
         ("grid:", "like: Prox, grid:", "a row has one of grid, search and like"),
+        ("optimizer.lr: [0.1, 0.2]", "optimizer.lr: []", "optimizer.lr has no values"),
+        ("[partition.clients=4]", "[optimizer.lr=1]", "optimizer.lr=1 is set, and its values are tried"),
+        ("method: fedavg", "method: fedavg, seeds: []", "seeds has none"),
+        ("method: fedavg", "method: fedavg, like: Prox, seeds: [100]", "seed 100 is in seeds and in tuning_seeds"),
+        ("[0, 1]", "[0, 0]", "seeds has a seed twice"),
     ],
 )
 def test_a_mistake_is_one_line(old: str, new: str, message: str) -> None:

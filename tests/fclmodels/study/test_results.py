@@ -11,9 +11,10 @@ from scipy import stats
 
 from fclmodels.study.page import format_markdown, render_page, write_results
 from fclmodels.study.plan import Study, StudyRow
-from fclmodels.study.results import Judged, build_table, estimate_mean, rank_rows, subtract
+from fclmodels.study.results import Judged, build_table, estimate_mean, find_sign, rank_rows, subtract
 from fclmodels.study.trial import TriedPoint
 
+ROOT = Path(__file__).parents[3]
 COSTS = {"seconds": 3.0, "seconds_per_round": 0.5, "rounds_to_best": None, "bytes_up": 2e6, "bytes_down": 1e6}
 
 
@@ -25,8 +26,8 @@ def make_run(seed: int, acc: float, splits: str = "a") -> Any:
 
 
 def make_study(**changes: Any) -> Study:
-    rows = {"A": StudyRow(method="fedavg"), "B & <C>": StudyRow(method="fot", set=("methods.fot.rho=1",))}
-    return Study(params="params.yaml", seeds=(0, 1, 2), after_each=("acc",), rows=rows, **changes)
+    rows = {"A": StudyRow(method="fedavg"), "B & <C>": StudyRow(method="fot", set=("methods.fot.threshold=0.9",))}
+    return Study(params=str(ROOT / "params.yaml"), seeds=(0, 1, 2), after_each=("acc",), rows=rows, **changes)
 
 
 def make_judged() -> dict[str, Judged]:
@@ -68,6 +69,9 @@ def test_ranks_are_means_over_the_draws_of_all_rows_and_equals_share_theirs() ->
     }
     assert rank_rows(values) == {"x": (1 + 2.5) / 2, "y": (2 + 2.5) / 2, "z": 2.0, "none": None}
     assert rank_rows({"x": {draws[0]: 0.1}, "y": {draws[1]: 0.2}}) == {"x": None, "y": None}
+    forgetting = {"x": {draws[0]: 0.1}, "y": {draws[0]: 0.7}}
+    assert rank_rows(forgetting, find_sign("task_aware.fgt")) == {"x": 1.0, "y": 2.0}
+    assert [find_sign(name) for name in ("acc", "fgt", "ft", "af", "pd")] == [1, -1, -1, -1, -1]
 
 
 def test_the_table_by_hand() -> None:
@@ -76,7 +80,7 @@ def test_the_table_by_hand() -> None:
     assert b.difference is not None
     assert b.difference.mean == pytest.approx((0.05 + 0.02 + 0.1) / 3)
     assert (a.rank, b.rank) == (2.0, 1.0)
-    assert (b.tried, b.tuning_seconds, b.settings) == (2, 8.0, ("optimizer.lr=0.1", "methods.fot.rho=1"))
+    assert (b.tried, b.tuning_seconds, b.settings) == (2, 8.0, ("optimizer.lr=0.1", "methods.fot.threshold=0.9"))
     first, last = b.after_each["acc"]
     assert first is not None
     assert last is not None
@@ -93,7 +97,8 @@ def test_the_page_says_what_its_figures_are_not(tmp_path: Path) -> None:
     table = build_table(study, judged)
     page = render_page(study, "s", table)
     assert "Not at full scale: 0.1 of the rounds" in page
-    assert "Fewer than three draws" not in page
+    assert "Fewer than three draws: no claim rests on A." in page
+    assert "One partition" not in page
     assert "A: 1 of 3 runs ended early: lr: it diverged" in page
     assert "B &amp; &lt;C&gt;" in page
     assert "A (2 of 3)" in page
@@ -102,5 +107,9 @@ def test_the_page_says_what_its_figures_are_not(tmp_path: Path) -> None:
     few = build_table(make_study(), {label: Judged(of.runs[:1], [], (), ()) for label, of in judged.items()})
     text = format_markdown(make_study(), "s", few)
     assert "Fewer than three draws: no claim rests on this." in text
+    fixed = make_study(set=("partition.seed=3", "federation.rounds_scale=0.5"))
+    of_fixed = format_markdown(fixed, "s", few)
+    assert "One partition of the samples for all seeds (partition.seed)" in of_fixed
+    assert "Not at full scale: 0.5 of the rounds" in of_fixed
     assert "Not at full scale" not in text
     assert "| B & <C> | 45.0 | +5.0 | 1.0 |" in text

@@ -145,8 +145,8 @@ def test_side_by_side_or_killed_the_table_is_that_of_one_after_another(
 
 
 def is_worker(pid: int) -> bool:
-    """Return whether this is a live process of a pool."""
+    """Return whether this is a live worker."""
     try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"flows.study.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
