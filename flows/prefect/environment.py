@@ -39,6 +39,7 @@ def set_defaults(home: Path = HOME) -> None:
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the flows print their own progress; the UI has the logs
         "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",  # else each event that the server refuses is printed
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # else a study that is interrupted warns of lost lines
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(folder / "results"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
