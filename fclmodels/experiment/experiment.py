@@ -9,7 +9,7 @@ which evaluates on val rows.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
@@ -30,9 +30,6 @@ from fclmodels.settings.schema import Params
 from fclmodels.storage.digests import digest_json
 from fclmodels.storage.object_store import Store
 from fclmodels.storage.sealed_json import write_json
-
-if TYPE_CHECKING:
-    pass
 
 
 class Experiment:

@@ -7,10 +7,9 @@ from pathlib import Path
 from fclmodels.report import labels
 from fclmodels.report.formatting import format_bytes, format_duration, format_number, format_percent
 from fclmodels.report.page import TEMPLATES
-from fclmodels.settings.load import load_params
 from fclmodels.storage.files import replace_file
 from fclmodels.storage.sealed_json import write_json
-from fclmodels.study.plan import Study, build_job
+from fclmodels.study.plan import Study, load_rows
 from fclmodels.study.results import LEVEL, DrawMean, Standing, to_json
 
 PAGE, TEXT, NUMBERS = "index.html", "results.md", "results.json"
@@ -72,14 +71,13 @@ def describe_figures(study: Study, table: Sequence[Standing]) -> str:
 def list_notes(study: Study, table: Sequence[Standing]) -> list[str]:
     """Return what a reader must know before believing the figures."""
     notes = []
-    jobs = [build_job(study, label, (), study.get_seeds(label)[0]) for label in study.rows]
-    loaded = {job.label: load_params(job.params, job.overrides, job.method) for job in jobs}
-    scales = sorted({params.federation.rounds_scale for params in loaded.values()})
+    settings = load_rows(study).values()
+    scales = sorted({params.federation.rounds_scale for params in settings})
     if scales[0] < 1:
         shares = " to ".join(f"{scale:.3g}" for scale in sorted({scales[0], scales[-1]}))
         notes.append(f"Not at full scale: {shares} of the rounds (scale). A paper's figures are at 1.")
     for block, text in (("partition", "partition of the samples"), ("stream", "order of the stream")):
-        if any(getattr(params, block).seed is not None for params in loaded.values()):
+        if any(getattr(params, block).seed is not None for params in settings):
             notes.append(f"One {text} for all seeds ({block}.seed): intervals do not cover another one.")
     few = [row.label for row in table if row.draws < 3]
     if few:

@@ -239,6 +239,12 @@ def check_plan(study: Study) -> None:
             raise UserError(f"rows.{label}: partition.val is 0, and val rows choose settings. Set it above 0.")
 
 
+def load_rows(study: Study) -> dict[str, Params]:
+    """Return each row's settings as the files have them, before stream and partition follow a run's seed."""
+    jobs = (build_job(study, label, (), seed=0) for label in study.rows)
+    return {job.label: load_params(job.params, job.overrides, job.method) for job in jobs}
+
+
 def build_job(study: Study, label: str, point: Point, seed: int) -> StudyJob:
     """Return the run of a row with the settings of a point and a seed."""
     row = study.rows[label]

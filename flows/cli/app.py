@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import inspect_commands, report_commands, run_commands, study_commands
+from flows.cli import inspect_commands, report_commands, run_commands, study_commands, weights_command
 from flows.cli.exit_codes import INTERRUPTED, SUCCESS, report_end
 
 EPILOG = (
@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {  # in the order of a first
         "presets": inspect_commands.list_presets,
         "preset": run_commands.run_preset,
         "pretrain": run_commands.pretrain,
-        "weights": inspect_commands.manage_weights,
+        "weights": weights_command.manage_weights,
     },
     "Compare": {
         "compare": report_commands.compare,
